@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +17,12 @@ import pytest
 import tutti
 from tutti import cli
 from tutti.errors import ConfigError, PoolMismatch
+from tutti.integration.sglang.identity import (
+    ServedModel,
+    identity_of,
+    version_at_start,
+    weights_version,
+)
 from tutti.medium.layout import KVLayout
 
 SHAPE = ["--layers", "4", "--kv-heads", "2", "--head-dim", "64", "--page-size", "64"]
@@ -82,3 +93,86 @@ def test_an_explicit_none_is_not_an_empty_name() -> None:
     assert none.fingerprint != UNNAMED.fingerprint
     with pytest.raises(ConfigError, match="must be a string"):
         replace(UNNAMED, model=5)
+
+
+OPTIONS = {"weights": "", "model": ""}
+
+
+def change(file: Path, content: bytes = b"1") -> None:
+    """Writes a file whose times are another's, however coarse the clock is."""
+    times = file.stat().st_mtime_ns + 1 if file.exists() else 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times, times))
+
+
+def after_restart(model: ServedModel, **options: str) -> str:
+    version_at_start.cache_clear()
+    return identity_of({**OPTIONS, **options}, model).weights
+
+
+def test_an_adapter_that_was_trained_again_is_another_identity(tmp_path: Path) -> None:
+    """Its id, and so SGLang's page hashes, stays the same."""
+    weights = tmp_path / "adapter_model.safetensors"
+    change(weights)
+    base = ServedModel(path="base/model")
+    model = replace(base, adapters=(("a", str(tmp_path)),))
+    for options in ({}, {"weights": "mine"}):
+        first = after_restart(model, **options)
+        assert first == after_restart(model, **options) != after_restart(base, **options)
+        change(weights)
+        assert after_restart(model, **options) != first
+
+
+def test_adapters_are_the_same_in_any_order() -> None:
+    two = (("a", "x/one"), ("b", "x/two"))
+    first, other = (ServedModel(path="m", adapters=order) for order in (two, two[::-1]))
+    assert after_restart(first) == after_restart(other)
+
+
+def test_the_snapshot_is_that_of_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {None: "c-main", "dev": "c-dev"}
+    kept = {"org/model": "config.json", "org/adapter": "adapter_config.json"}
+
+    def look(repository: str, name: str, *, revision: str | None = None) -> str | None:
+        return f"/cache/{commits[revision]}/{name}" if kept[repository] == name else None
+
+    hub: Any = SimpleNamespace(try_to_load_from_cache=look)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert weights_version("org/model") == "c-main"
+    assert weights_version("org/model", "dev") == "c-dev"
+    assert weights_version("org/adapter") == "c-main"
+    assert after_restart(ServedModel(path="org/model", revision="dev")).startswith("c-dev|dev|")
+
+
+def test_a_single_file_has_a_version(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    versions = []
+    for changed in (file, file, tmp_path / "config.json"):
+        change(changed)
+        versions.append(weights_version(str(file)))
+    assert all(versions)
+    assert len(set(versions)) == 3
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "org/model:Q4_K_M"])
+def test_weights_without_a_version_are_warned_about(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        after_restart(ServedModel(path=path), weights="mine")
+        assert not caplog.records
+        after_restart(ServedModel(path=path))
+    (record,) = caplog.records
+    assert path in record.getMessage()
+    assert '"weights"' in record.getMessage()
+
+
+def test_a_pool_that_is_opened_again_is_that_of_the_weights_that_were_loaded(
+    tmp_path: Path,
+) -> None:
+    change(tmp_path / "model.safetensors")
+    model = ServedModel(path=str(tmp_path))
+    first = after_restart(model)
+    change(tmp_path / "model.safetensors")
+    assert identity_of(OPTIONS, model).weights == first
+    assert after_restart(model) != first

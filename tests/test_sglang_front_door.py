@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,12 @@ def test_options_have_defaults_and_sizes_are_bytes() -> None:
     assert options["capacity"] == 1 << 30
     assert options["verify"] == "always"
     assert set(options) == {option.name for option in option_table(HICACHE)}
+
+
+def test_what_sglang_adds_to_every_backends_options_is_taken() -> None:
+    """With --file-storage-path, even where the backend is another."""
+    added = {**NEEDED, "file_storage_path": "/files"}
+    assert parse_options(added, HICACHE) == parse_options(NEEDED, HICACHE)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +154,7 @@ def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
     layout = layout_of(SHAPE, IDENTITY, ParallelRank())
     chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush", "eviction": "lru"}
     chosen |= {"page_cache_share": 0.25, "residency": "static", "write_budget": 1 << 40}
+    chosen["service_threads"] = 1
     of_linker = {"pin_lookups": 5, "pin_share": 2.0}
     needed = {"path": str(tmp_path / "new"), "capacity": "16MiB"}
     hicache = parse_options({**needed, **chosen}, HICACHE)
@@ -182,9 +191,9 @@ def test_hooks_follow_updates_and_successful_flushes(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError):
         _around_update(_fails)
     assert watch.namespace is None, "an update that failed half way changed something"
-    _around_flush(lambda: False)
+    _around_flush(lambda _: False, None)
     assert watch.namespace is None
-    _around_flush(lambda: True)
+    _around_flush(lambda _: True, None)
     assert watch.namespace
 
 
@@ -192,8 +201,47 @@ def _fails() -> None:
     raise RuntimeError("half way")
 
 
+def test_metrics_show_that_nothing_is_found_until_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unflushed() -> list[float]:
+        return [metrics.snapshot()["weights_unflushed"] for metrics in pools]
+
+    monkeypatch.setattr("tutti.integration.sglang.weights.WATCH", WeightsWatch())
+    pools = [Metrics({"mode": mode, "pool": "kv", "rank": "tp0"}) for mode in (HICACHE, LINKER)]
+    with pytest.raises(RuntimeError):
+        _around_update(_fails)
+    assert unflushed() == [1, 1]
+    pools.append(Metrics({"mode": LINKER, "pool": "late", "rank": "tp0"}))  # attached meanwhile
+    assert unflushed() == [1, 1, 1]
+    _around_flush(lambda _: False, None)
+    assert unflushed() == [1, 1, 1]
+    _around_flush(lambda _: True, None)
+    assert unflushed() == [0, 0, 0]
+
+
+def test_counts_of_several_threads_are_all_counted() -> None:
+    metrics, threads, times = Metrics({"mode": LINKER, "pool": "kv", "rank": "tp0"}), 8, 2000
+
+    def count() -> None:
+        for _ in range(times):
+            metrics.count("kernel_copied_pages", 2)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for counted in [pool.submit(count) for _ in range(threads)]:
+                counted.result()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert metrics.snapshot()["kernel_copied_pages"] == 2 * threads * times
+
+
 STATS = {
     **dict.fromkeys(("mismatches", "evicted", "bytes_read", "bytes_written"), 0),
+    "residency_switches": 3,
+    "residency_moved_nbytes": 4096,
+    "residency_moving_ms": 250.0,
+    "page_cache_planned_nbytes": 8192,
     "capacity_objects": 10,
     "usable_objects": 8,
     "free_objects": 5,
@@ -215,6 +263,8 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     assert got["moved_pages/load"] == 4
     assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 4 / 8)
     assert got["busy_objects"] == 2
+    assert (got["residency_switches"], got["residency_moved_bytes"]) == (3, 4096)
+    assert (got["residency_moving_seconds"], got["page_cache_bytes"]) == (0.25, 8192)
     assert (got["usable_objects"], got["capacity_tokens"]) == (8, 512)
     assert (got["quarantined_slots"], got["unproven_objects"], got["recovering"]) == (1, 3, 0)
     metrics.from_store({**stats, "free_objects": 0})

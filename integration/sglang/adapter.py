@@ -7,8 +7,12 @@ integration names SGLang's modules, except the linker's own adapter.  Page hashe
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
+from typing import Any
 
+import torch
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -16,6 +20,7 @@ from sglang.srt.disaggregation.kv_events import (
     StorageMedium,
     is_kv_publisher_rank,
 )
+from sglang.srt.environ import EnvField, envs
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -31,7 +36,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tutti.errors import ConfigError, Unsupported
-from tutti.integration.sglang.identity import ServedModel
+from tutti.integration.sglang.identity import ServedModel, version_at_start
 from tutti.integration.sglang.launch import VERSIONS
 
 __all__ = [
@@ -81,17 +86,63 @@ def served_model() -> ServedModel:
         return "" if value is None else str(value)
 
     return ServedModel(
-        path=text("model_path"),
+        # Where a file was meant on a hub, or a folder on another: what SGLang has made of it.
+        path=str(resolution_result(args, "model_path", "") or ""),
         revision=text("revision"),
         weight_version=text("weight_version"),
         quantization=text("quantization"),
         kv_cache_dtype=text("kv_cache_dtype"),
         load_format=text("load_format"),
-        overrides=text("json_model_override_args"),
+        overrides=text("json_model_override_args") + _more_overrides(args),
+        adapters=_adapters(args),
         dp_size=int(parallel.num_dp_ranks),  # replicas, or groups of DP attention
         dp_rank=int(dp_rank),
         nodes=int(getattr(args, "nnodes", None) or 1),
     )
+
+
+#: The revision that SGLang writes into its arguments for a draft model without one.
+_MAIN = "main"
+#: Arguments that change KV under the same checkpoint.
+_MORE_OVERRIDES = ("quantization_param_path", "modelopt_quant", "model_loader_extra_config")
+#: Variables that change the order of the bytes in a page of the same shape.
+_ORDERS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+
+
+def _more_overrides(args: Any) -> str:
+    """Empty unless one is set, so that the pools of servers without them keep their identity."""
+    given = {name: getattr(args, name, None) for name in _MORE_OVERRIDES}
+    given = {name: value for name, value in given.items() if value not in (None, "", "{}", {})}
+    if "quantization_param_path" in given:
+        given["scales"] = version_at_start(str(given["quantization_param_path"]))
+    orders = {name: EnvField.get(getattr(envs, name)) for name in _ORDERS}
+    given |= {name: to for name, to in orders.items() if to != getattr(envs, name).default}
+    given |= _draft(args)
+    return json.dumps(given, sort_keys=True, default=str) if given else ""
+
+
+def _draft(args: Any) -> dict[str, Any]:
+    """Of the model that drafts, where it is not the served one: pools of any name may hold its KV.
+
+    Its path is left out where its files tell its version.
+    """
+    names = ("path", "revision", "quantization")
+    path, revision, quantization = (
+        str(resolution_result(args, f"speculative_draft_model_{name}", "") or "") for name in names
+    )
+    served = str(resolution_result(args, "model_path", "") or "")
+    served_revision = str(getattr(args, "revision", None) or _MAIN)
+    if not path or (path, revision or _MAIN) == (served, served_revision):
+        return {}
+    return {"draft": [version_at_start(path, revision) or path, revision, quantization]}
+
+
+def _adapters(args: Any) -> tuple[tuple[str, str], ...]:
+    """(name, path) of the adapters of --lora-paths; those loaded later have random ids."""
+    if not resolution_result(args, "enable_lora", None):
+        return ()
+    given = resolution_result(args, "lora_paths", None) or ()
+    return tuple((str(ref.lora_name), str(ref.lora_path)) for ref in given)
 
 
 def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
@@ -106,6 +157,20 @@ def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
         except RuntimeError:  # no server has said its ranks: the config is all there is
             pass
     return config.tp_rank, config.tp_size
+
+
+def of_all_ranks(config: HiCacheStorageConfig, text: str | None) -> list[str | None]:
+    """What each rank of the server has to say; all of them must ask.
+
+    SGLang's controller gathers over the same ranks when a storage is attached, if there are several
+    that share a sequence; replicas do not wait for each other.
+    """
+    together = config.tp_size * config.pp_size * config.attn_cp_size > 1
+    if not (together and torch.distributed.is_initialized()):
+        return [text]
+    answers: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, text)
+    return answers
 
 
 def let_every_rank_write(config: HiCacheStorageConfig) -> bool:

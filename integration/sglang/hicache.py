@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tutti.base.units import format_nbytes
-from tutti.errors import ConfigError, Unsupported
+from tutti.errors import ConfigError, PoolError, Unsupported
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang import adapter
 from tutti.integration.sglang.direct.model_steps import STEPS
@@ -38,6 +38,7 @@ from tutti.integration.sglang.identity import (
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
 from tutti.integration.sglang.options import HICACHE, parse_options
+from tutti.integration.sglang.storages import STORAGES
 from tutti.integration.sglang.weights import WATCH
 from tutti.memory.host_memory import HostMemory
 
@@ -78,28 +79,46 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
         if storage_config.dcp_size > 1:
             raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")
+        self.cleared = True  # whether the last `clear` worked
         self._stores: dict[str, HostStore] = {}
+        self._refusal: Exception | None = None  # why a pool could not be opened
+        self._all_registered = False
         self._closed = threading.Event()
         self._upkeep: threading.Thread | None = None
         self._flat: FlatPages | None = None
         self._flat_lock = threading.Lock()
 
+    @property
+    def moving(self) -> bool:
+        """Whether a thread of SGLang's loads or stores."""
+        return any(store.moving for store in list(self._stores.values()))
+
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the KV pool for SGLang's host pool.  Raises TuttiError with what to do."""
         super().register_mem_pool_host(mem_pool_host)
-        self._open(KV, mem_pool_host, self._options["capacity"])
+        self._try_open(KV, mem_pool_host, self._options["capacity"])
+        self._agree()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Opens an additional pool (Mamba, SWA, ...).  Raises TuttiError with what to do."""
+        """Opens an additional pool (Mamba, SWA, ...).
+
+        What goes wrong is raised when all pools are registered; of one that comes later, here.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        if name not in self._stores:
+        if name not in self._stores and self._refusal is None:
             capacity = self._options["sidecar_capacity"]
-            try:
-                self._open(name, host_pool, capacity or self._options["capacity"] // _SIDECAR_PART)
-            except BaseException:
-                self.close()  # SGLang does not, at this point, and could not attach again
-                raise
+            capacity = capacity or self._options["capacity"] // _SIDECAR_PART
+            self._try_open(name, host_pool, capacity)
+        if self._all_registered and self._refusal is not None:
+            self.close()  # SGLang does not, at this point, and could not attach again
+            raise self._refusal
+
+    def on_host_pools_registered(self) -> None:
+        """Raises what went wrong with an additional pool, of this rank or another."""
+        super().on_host_pools_registered()
+        self._all_registered = True
+        self._agree()
 
     def batch_exists(
         self, keys: list[str], extra_info: adapter.HiCacheStorageExtraInfo | None = None
@@ -222,7 +241,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def clear(self) -> bool:
         """Forgets every page of every pool of this rank."""
         cleared = [store.clear() for store in self._stores.values()]
-        return all(cleared)
+        self.cleared = all(cleared)
+        return self.cleared
 
     def get_stats(self) -> adapter.StorageMetrics:
         """Pages and GB/s of every batch since the last call.
@@ -248,6 +268,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def close(self) -> None:
         """Ends what is under way and closes the pools cleanly."""
         self._closed.set()
+        STORAGES.discard(self)
         if self._upkeep is not None:
             self._upkeep.join(self._options["timeout_s"])
         stores, self._stores = self._stores, {}
@@ -255,6 +276,25 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             if store.store.scheduler is not None:
                 STEPS.leave(store.store.scheduler)
             store.close()
+
+    def _try_open(self, name: str, host_pool: Any, capacity: int) -> None:
+        try:
+            self._open(name, host_pool, capacity)
+        except Exception as error:
+            self._refusal = error
+
+    def _agree(self) -> None:
+        """Closes every pool and raises on all ranks where one could not open a pool.
+
+        A rank that raised alone would leave the others waiting in SGLang's next collective.
+        """
+        own = self._refusal
+        said = None if own is None else f"{self._parallel_rank.name}: {own}"
+        refusals = [text for text in adapter.of_all_ranks(self._config, said) if text]
+        if own is None and not refusals:
+            return
+        self.close()
+        raise own or PoolError(f"another rank could not open its pool: {'; '.join(refusals)}")
 
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
         fragments = PageFragments(host_pool, name)
@@ -276,6 +316,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             raise
         if store.scheduler is not None:
             STEPS.follow(store.scheduler, layout.model_layers)
+        STORAGES.add(self)
         self._stores[name] = HostStore(
             store,
             memory,
@@ -292,7 +333,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         if self._upkeep is None:
             self._upkeep = threading.Thread(target=self._keep_up, name="tutti-upkeep", daemon=True)
             self._upkeep.start()
-        self._advise(memory.buffers, metrics)
+        self._advise(self._stores[name], memory.buffers)
         _log.info(
             "Tutti: %s pool %s, %s objects of %s bytes",
             name,
@@ -307,8 +348,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             for store in list(self._stores.values()):
                 store.tick(time.monotonic())
 
-    def _advise(self, buffers: Sequence[tuple[int, int]], metrics: Metrics) -> None:
-        how = self._options["hugepages"]
+    def _advise(self, store: HostStore, buffers: Sequence[tuple[int, int]]) -> None:
+        how, metrics = self._options["hugepages"], store.metrics
 
         def work() -> None:
             huge = hugepage_nbytes(buffers)
@@ -319,6 +360,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
                     _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
                 huge = hugepage_nbytes(buffers)
                 metrics.level("hugepage_bytes", huge)
+                store.pages_moved = True
             sizes = format_nbytes(huge), format_nbytes(sum(nbytes for _, nbytes in buffers))
             _log.info("Tutti: %s of %s of the host pool on hugepages", *sizes)
 

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,20 @@ import xxhash
 
 from tutti import __version__
 from tutti.errors import ConfigError, TuttiError
-from tutti.integration.sglang.options import OPTIONS
+from tutti.integration.sglang.options import LINKER_OPTIONS, OPTIONS
 from tutti.integration.sglang.rank_members import share
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import AGENT, connect
 from tutti.pool.places import SUFFIX, exists, is_device
-from tutti.profiles.at_open import AUTO
+from tutti.profiles.at_open import AUTO, OFF
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.store_config import StoreConfig
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
+_CONFIGS = ("config.json", "adapter_config.json")
 _NAME_MAX = 60
 
 _log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class ServedModel:
     kv_cache_dtype: str = ""
     load_format: str = ""
     overrides: str = ""
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, path) of those whose LoRA ids are lasting
     dp_size: int = 1
     dp_rank: int = 0
     nodes: int = 1
@@ -163,11 +166,16 @@ def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRan
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> ModelIdentity:
     """The identity of a served model; options `model` and `weights` override it.
 
-    name: of a model whose path is not known.
+    Adapters belong to it even with `weights`: their ids, and so the page hashes, stay the same
+    when they are trained again.  name: of a model whose path is not known.
     """
+    source = model.path, model.revision
     weights = options["weights"] or "|".join(
-        (weights_version(model.path), model.revision, model.weight_version, model.load_format)
+        (version_at_start(*source), model.revision, model.weight_version, model.load_format)
     )
+    if model.adapters:
+        versions = [(name, version_at_start(path)) for name, path in sorted(model.adapters)]
+        weights += f"|{json.dumps(versions)}"
     return ModelIdentity(
         model=options["model"] or model.path or name,
         weights=weights,
@@ -177,36 +185,54 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
     )
 
 
-def weights_version(path: str) -> str:
-    """What tells this checkpoint from another under the same name.
+@cache
+def version_at_start(path: str, revision: str = "") -> str:
+    """The version as of the first pool that this process opened, soon after the weights were
+    loaded: when another is opened, the files may not be any more what is served.
+    """
+    version = weights_version(path, revision)
+    if path and not version:
+        _log.warning(
+            "Tutti: %s has no version (it is no local file or folder, nor in the cache of the hub):"
+            ' KV of old weights is served unless you change the option "weights" with them',
+            path,
+        )
+    return version
 
-    A local folder: names, sizes and modification times of its weights and configuration. A name
-    on a hub: the commit of the snapshot in the local cache, if there is one.
+
+def weights_version(path: str, revision: str = "") -> str:
+    """What tells this checkpoint, adapter or file from another under the same name; "": unknown.
+
+    A local folder: names, sizes and modification times of its weights and configuration; a file:
+    its own, and those of the config.json beside it. A name on a hub: the commit of the snapshot in
+    the local cache, if there is one.
     """
     if os.path.isdir(path):
-        digest = xxhash.xxh3_128()
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.name.endswith(_WEIGHT_FILES) and entry.is_file():
-                stat = entry.stat()
-                digest.update(f"{entry.name}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
-    return _snapshot(path) if path else ""
+        files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(_WEIGHT_FILES)]
+    elif os.path.isfile(path):
+        files = [Path(path), Path(path).with_name(_CONFIGS[0])]
+    else:
+        return _snapshot(path, revision or None) if path else ""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files):
+        if file.is_file():
+            stat = file.stat()
+            digest.update(f"{file.name}|{stat.st_size}|{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
-def _snapshot(repository: str) -> str:
+def _snapshot(repository: str, revision: str | None) -> str:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repository, "config.json")
+        found = [try_to_load_from_cache(repository, name, revision=revision) for name in _CONFIGS]
     except Exception:  # no cache, no such library, or no valid name: the name alone has to do
         return ""
-    return Path(found).parent.name if isinstance(found, str) else ""
+    return next((Path(file).parent.name for file in found if isinstance(file, str)), "")
 
 
 #: For the options that HiCache does not have.
 _DEFAULTS = StoreConfig()
-
-_log = logging.getLogger(__name__)
 
 
 def uses_agent(options: Mapping[str, Any]) -> bool:
@@ -267,11 +293,18 @@ def _open(
 
 def _refuse_pools_own(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings of a pool, which an agent's pool has from the agent."""
-    given = [o.name for o in OPTIONS if o.is_pools_own and options[o.name] != o.default]
+    own = [option for option in (*OPTIONS, *LINKER_OPTIONS) if option.is_pools_own]
+    as_they_are = {"profile": OFF}  # the transfers of an agent's clients are not scheduled
+    given = [
+        o.name
+        for o in own
+        if options.get(o.name, o.default) not in (o.default, as_they_are.get(o.name))
+    ]
     if given:
         raise ConfigError(
             f"{', '.join(given)}: the agent at {options['path'][0]} has settings of its own for its"
-            " pools; leave this out, and see `tutti serve --help` for what can be set there"
+            " pools, and does not schedule their transfers; leave this out, and see `tutti serve"
+            " --help` for what can be set there"
         )
 
 
@@ -316,6 +349,7 @@ def _open_members(
         schedule=schedule,
         page_cache_share=options["page_cache_share"],
         residency=options["residency"],
+        service_threads=options["service_threads"],
         degraded=bool(options["degraded"]),
     )
     profile, executor = options["profile"] if schedule is None else AUTO, options["executor"]

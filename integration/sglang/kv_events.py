@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,10 @@ class DiskEvents:
             for _ in range(min(_TAKEN_MAX, len(self._ready))):
                 block, is_there = self._ready.popitem(last=False)
                 self._enqueue(block, is_there)
-            if self._closed and not self._ready:
+            if self._closed and not (self._ready or self._announced):
                 EVENTS.discard(self)
+        if self._closed:  # what there was no room for comes with the next turns
+            self._withdraw(list(islice(self._announced, _TAKEN_MAX)))
         return [*events, *self._recorder.take()]
 
     def check(self, store: Store) -> None:

@@ -72,6 +72,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)
+        _check_limits(options, group.page_size)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         self._model = served_model()
         self._rank = adapter.parallel_rank_of(params, self._model, replicated=group.replicated)
@@ -355,6 +356,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         options = self._options
         if config is not None:
             options = parse_options(config, LINKER, LINKER_OPTIONS)
+            _check_limits(options, self._group.page_size)
         if self._closed:
             self._open(options)
         elif options != self._options:
@@ -484,3 +486,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         else:
             self.reads.success()
         return True
+
+
+def _check_limits(options: Mapping[str, Any], page_size: int) -> None:
+    """Raises ConfigError for a limit of less than a page, with which nothing would be loaded."""
+    if 0 < options["max_load_tokens"] < page_size:
+        raise ConfigError(
+            f"option 'max_load_tokens' is {options['max_load_tokens']}, and a page has {page_size} "
+            "tokens; give at least as many, or 0 for no limit"
+        )

@@ -7,11 +7,14 @@ prometheus_client's multiprocess folder, which SGLang sets up with --enable-metr
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from tutti.integration.sglang.options import HICACHE, LINKER
+
+UNFLUSHED = "weights_unflushed"
 
 #: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and `direction` where it says so.
 #: All of a mode exist from the start, at 0.
@@ -32,6 +35,9 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "evicted_objects": ("counter", "objects evicted"),
     "device_read_bytes": ("counter", "bytes read from the medium"),
     "device_written_bytes": ("counter", "bytes written to the medium: its wear"),
+    "residency_switches": ("counter", "groups that changed between direct and cached"),
+    "residency_moved_bytes": ("counter", "bytes of these groups"),
+    "residency_moving_seconds": ("counter", "time that these changes took"),
     "bubble_seconds": ("counter", "time the model waited for layers"),
     "ahead_pages": ("counter", "pages read for requests that still waited"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
@@ -40,6 +46,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
         "counter",
         "pages that a kernel copied between staging and GPU memory, once for each layer",
     ),
+    "page_cache_bytes": ("gauge", "bytes of the pool that go through the page cache"),
     "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
     "usable_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
     "capacity_tokens": ("gauge", "the same in tokens"),
@@ -47,6 +54,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "unproven_objects": ("gauge", "objects that an unclean close left to be verified"),
     "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
     "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
+    UNFLUSHED: (
+        "gauge",
+        "1 while nothing is found or stored: weights changed, and SGLang did not flush its cache",
+    ),
     "breaker_open": ("gauge", "1 while the medium is not asked because it failed, by direction"),
     "busy_objects": ("gauge", "objects that transfers or look-ups protect from eviction"),
     "hugepage_bytes": ("gauge", "bytes of SGLang's host pool on large pages, as smaps shows"),
@@ -81,6 +92,8 @@ _FROM_STORE = {
     "evicted": "evicted_objects",
     "bytes_read": "device_read_bytes",
     "bytes_written": "device_written_bytes",
+    "residency_switches": "residency_switches",
+    "residency_moved_nbytes": "residency_moved_bytes",
 }
 
 LOAD, STORE = "load", "store"
@@ -102,6 +115,10 @@ class Metrics:
         }
         self._published = _published() if prometheus else None
         self._start_at_zero()
+        with _ALL_LOCK:
+            _ALL.add(self)
+            for name, value in _OF_ALL.items():
+                self.level(name, value)
 
     @property
     def name(self) -> str:
@@ -155,6 +172,8 @@ class Metrics:
         """
         for source, name in _FROM_STORE.items():
             self._count_up(name, float(stats[source]))
+        self._count_up("residency_moving_seconds", stats["residency_moving_ms"] / 1e3)
+        self.level("page_cache_bytes", int(stats["page_cache_planned_nbytes"]))
         self._count_up("deferred_pages", stats.get("scheduler", {}).get("deferred_pages", 0))
         source = stats.get("profile", "off")
         self.level("scheduling", {"off": 0, "estimated": 1}.get(source, 2))
@@ -196,6 +215,20 @@ class Metrics:
         if direction:
             labels["direction"] = direction
         update(self._published[name].labels(**labels))
+
+
+#: Of this process, and the gauges that all of them show.
+_ALL: weakref.WeakSet[Metrics] = weakref.WeakSet()
+_OF_ALL: dict[str, float] = {}
+_ALL_LOCK = threading.Lock()
+
+
+def level_all(name: str, value: float) -> None:
+    """Sets a gauge of every pool in this process, also of those that are opened later."""
+    with _ALL_LOCK:
+        _OF_ALL[name] = value
+        for metrics in _ALL:
+            metrics.level(name, value)
 
 
 _PUBLISHED: dict[str, Any] = {}

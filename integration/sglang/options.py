@@ -27,7 +27,7 @@ class Option:
     kind: "str", "size", "int", "float", "bool", or "paths", a string or a list of them.
 
     choices: the values that are allowed.  minimum: the smallest number that is allowed.
-    required: has no default.  is_pools_own: with an agent, its pools have the agent's.
+    required: has no default.  is_pools_own: refused with an agent, whose pools have its settings.
     """
 
     name: str
@@ -94,8 +94,8 @@ OPTIONS: tuple[Option, ...] = (
         "eviction",
         "str",
         "lru",
-        "which objects are evicted when a pool is full: lru: the least recently used; density: "
-        "those with the fewest expected loads",
+        "which objects are evicted when a pool is full: lru: the least recently used; lfuda: the "
+        "least frequently used, with dynamic aging",
         choices=tuple(POLICIES),
         is_pools_own=True,
     ),
@@ -158,6 +158,15 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
         "times by which transfers are scheduled: auto (from a cache, measured within 2 s, or "
         "estimated), a file of `tutti profile`, or off (no scheduling)",
+        is_pools_own=True,
+    ),
+    Option(
+        "service_threads",
+        "int",
+        None,
+        "native threads that serve the files of a pool; default: one for each drive",
+        minimum=1,
+        is_pools_own=True,
     ),
     Option(
         "second_touch",
@@ -188,6 +197,7 @@ SGLANG_KEYS: Mapping[str, Sequence[str]] = {
         "prefetch_timeout_per_ki_token",
         "hicache_storage_pass_prefix_keys",
         "tp_lcm_size",
+        "file_storage_path",  # from --file-storage-path, put into every backend's object
     ),
     LINKER: (),
 }
@@ -264,36 +274,10 @@ _PLAIN = tuple(
     Option(name, kind, default, meaning, modes=(LINKER,), minimum=minimum)
     for name, kind, default, meaning, minimum in (
         ("min_tokens", "int", 0, "hits shorter than this are computed instead", 0),
-        (
-            "recompute_us_per_token",
-            "float",
-            0.0,
-            "time to compute one token's KV; hits that take longer to load are computed instead. "
-            "0: unknown; only a profile from a file can then reject a hit",
-            0,
-        ),
-        (
-            "max_load_tokens",
-            "int",
-            0,
-            "limit on tokens loaded for one batch; the rest is computed (0: no limit)",
-            0,
-        ),
-        (
-            "max_load_ms",
-            "float",
-            0.0,
-            "limit on the load time of a look-up's hits, estimated from past loads; pages read "
-            "ahead do not count (0: no limit)",
-            0,
-        ),
-        (
-            "read_ahead_share",
-            "float",
-            0.5,
-            "share of load_staging for pages of requests that still wait (0: no read-ahead)",
-            0,
-        ),
+        ("recompute_us_per_token", "float", 0.0, "time to compute a token's KV (0: unknown)", 0),
+        ("max_load_tokens", "int", 0, "limit on a batch's loaded tokens (0: none)", 0),
+        ("max_load_ms", "float", 0.0, "limit on the load time of a look-up's hits (0: none)", 0),
+        ("read_ahead_share", "float", 0.5, "share of load_staging for waiting requests", 0),
         (
             "sidecar_capacity",
             "size",
@@ -303,20 +287,6 @@ _PLAIN = tuple(
             None,
         ),
         (
-            "pin_lookups",
-            "int",
-            256,
-            "number of later look-ups during which a found page is not evicted",
-            1,
-        ),
-        (
-            "pin_share",
-            "float",
-            0.5,
-            "largest share of the pool that is kept from eviction in this way",
-            0,
-        ),
-        (
             "backlog_share",
             "float",
             0.25,
@@ -324,38 +294,50 @@ _PLAIN = tuple(
             "store_staging",
             0,
         ),
-        (
-            "load_staging",
-            "size",
-            256 * MiB,
-            "staging memory for loads; larger loads bypass it",
-            None,
-        ),
-        (
-            "store_staging",
-            "size",
-            256 * MiB,
-            "staging memory for pages that wait to be written",
-            None,
-        ),
+        ("load_staging", "size", 256 * MiB, "staging for loads; larger ones bypass it", None),
+        ("store_staging", "size", 256 * MiB, "staging for pages that wait to be written", None),
         (
             "gpu_staging",
             "size",
             None,
             "pinned staging of each pool in GPU memory, for loads and as much for stores; default: "
-            "twice four layers of the longest context, 64 MiB to 4 GiB, at most 1/16 of the free "
-            "memory",
+            "twice four layers of the longest context, 64 MiB to 4 GiB, at most 1/16 of the "
+            "node's memory",
             None,
         ),
         ("load_timeout_s", "float", 60.0, "deadline of a batch's load", 0.001),
         ("breaker_failures", "int", 3, "consecutive failures after which the SSD is not used", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
-        ("crawl_mbs", "float", 20.0, "a load slower than this (MB/s) counts as a failure", 0),
+        (
+            "crawl_mbs",
+            "float",
+            20.0,
+            "a load of more than a second that is slower than this (MB/s) counts as a failure",
+            0,
+        ),
     )
 )
 
 LINKER_OPTIONS: tuple[Option, ...] = (
     *_PLAIN,
+    Option(
+        "pin_lookups",
+        "int",
+        256,
+        "later look-ups during which a found page is not evicted",
+        modes=(LINKER,),
+        minimum=1,
+        is_pools_own=True,
+    ),
+    Option(
+        "pin_share",
+        "float",
+        0.5,
+        "most of the pool that is kept from eviction in this way",
+        modes=(LINKER,),
+        minimum=0,
+        is_pools_own=True,
+    ),
     Option(
         "gpu_mover",
         "str",

@@ -2,8 +2,8 @@
 
 * A folder serves all ranks: each of a rank's pools has one file in every folder.
 * A file or a device holds one pool of one rank. They hold the KV pools, and the folders the other
-  pools. In the order given, those on NUMA node 0 first, they are dealt to the ranks of the node in
-  equal shares: the first ranks get the first ones.
+  pools. Those whose NUMA node sysfs does not say come first, then those on node 0, 1 and so on;
+  within a node in the order given. Equal shares go to the ranks of the node, the first to rank 0.
 """
 
 from __future__ import annotations

@@ -7,24 +7,19 @@ namespace, so that everything stored before misses.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang import kv_events
+from tutti.integration.sglang import kv_events, storages
 from tutti.integration.sglang.direct import control_requests, model_steps
+from tutti.integration.sglang.metrics import UNFLUSHED, level_all
+
+_log = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-_UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "begin_weight_update",
-)
-_END = "end_weight_update"
-_FLUSH = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 
 class WeightsWatch:
@@ -36,6 +31,7 @@ class WeightsWatch:
     def __init__(self) -> None:
         self.watched = False
         self._namespace: bytes | None = b""
+        self._warned = False
 
     @property
     def namespace(self) -> bytes | None:
@@ -54,24 +50,46 @@ class WeightsWatch:
     def changed(self) -> None:
         """The weights are no longer those of the KV in SGLang's memory."""
         self._namespace = None
+        level_all(UNFLUSHED, 1)
+
+    def warn(self) -> None:
+        """After an update: says, once until the next flush, if it was not followed by one."""
+        if self._namespace is None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "Tutti: weights change, or an update failed: nothing is found or stored until"
+                " SGLang flushes its cache, for an update with flush_cache or for /flush_cache"
+            )
 
     def flushed(self) -> None:
         """SGLang's memory holds no KV any more: what comes now is of the present weights."""
+        self._warned = False
         if self._namespace is None:
             self._namespace = os.urandom(16)
+            level_all(UNFLUSHED, 0)
 
 
 WATCH = WeightsWatch()
+
+#: While weights are loaded: whether a storage thread of any rank was held when that began.
+_held: bool | None = None
 
 
 def activate() -> None:
     """SGLang's plugin: hooks updates of weights, flushes, steps, events and a linker's control."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name in _UPDATES:
-        HookRegistry.register(_UPDATER + name, _around_update, HookType.AROUND)
-    HookRegistry.register(_UPDATER + _END, _around_end, HookType.AROUND)
-    HookRegistry.register(_FLUSH, _around_flush, HookType.AROUND)
+    for target, hook in (
+        (_UPDATER + "update_weights_from_disk", _around_loading),
+        (_UPDATER + "update_weights_from_ipc", _around_loading),
+        (_UPDATER + "update_weights_from_distributed", _if_session(bool, _around_loading)),
+        (_UPDATER + "update_weights_from_tensor", _if_session(bool, _around_loading)),
+        (_UPDATER + "begin_weight_update", _if_session(lambda session: session is None)),
+        # Weights that came through SGLang were followed by a flush; others come behind its back.
+        (_UPDATER + "end_weight_update", _if_session(lambda s: s and not s.loaded_weights)),
+        ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _around_flush),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
     WATCH.watched = True
     model_steps.activate()
     control_requests.activate()
@@ -80,19 +98,39 @@ def activate() -> None:
 
 def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     WATCH.changed()
-    return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        WATCH.warn()
 
 
-def _around_end(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    # Weights that came through SGLang were followed by a flush; others come behind its back.
-    session = manager._session
-    if session is None or not session.loaded_weights:
-        WATCH.changed()
-    return original(manager, *args, **kwargs)
+def _around_loading(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Asks before it what the flush at its end must know: a rank where it fails does not flush."""
+    global _held
+    _held = storages.held(manager.scheduler)
+    try:
+        return _around_update(original, manager, *args, **kwargs)
+    finally:
+        _held = None
 
 
-def _around_flush(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    done = original(*args, **kwargs)
+def _if_session(
+    changes: Callable[[Any], Any], around: Callable[..., Any] = _around_update
+) -> Callable[..., Any]:
+    """Changes nothing where SGLang's session is another: it refuses, or has flushed before."""
+
+    def hook(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if changes(manager._session):
+            return around(original, manager, *args, **kwargs)
+        return original(manager, *args, **kwargs)
+
+    return hook
+
+
+def _around_flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    if storages.held(scheduler) if _held is None else _held:
+        return False
+    done = original(scheduler, *args, **kwargs)
     if done:
         WATCH.flushed()
     return done

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The kit loads plugins and publishes settings for the whole process: tests that need a process
     # without them comes first.
     items.sort(key=lambda item: item.path == HERE / "test_hicache_kit.py")
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Collects what a test leaves in cycles, SGLang's pools and their memory among it.
+
+    SGLang refuses host pools where less than 10 GiB are free, and the collector comes by too rarely
+    to keep two workers from that.
+    """
+    yield
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # a million objects of SGLang's modules, which every test would wait for
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture
+def real_manager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's manager of weights and their memory, without a model, and with the plugin."""
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.plugins import load_plugins
+
+    from tutti.integration.sglang.weights import WATCH
+
+    monkeypatch.setattr(WATCH, "watched", WATCH.watched)  # loading the plugin sets it
+    load_plugins()
+    manager = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
+    manager.scheduler = manager.metrics_collector = manager.draft_worker = manager._session = None
+    manager.offload_tags = set()
+    return manager
 
 
 @pytest.fixture(scope="session")

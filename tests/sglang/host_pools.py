@@ -89,9 +89,10 @@ def mla_pool(layout: str, page_size: int = 16) -> MLATokenToKVPoolHost:
     )
 
 
-def mamba_pool() -> MambaPoolHost:
+def mamba_pool(temporal: torch.dtype = torch.float32) -> MambaPoolHost:
+    heads = 32 // temporal.itemsize  # the same bytes of any type
     info = MambaStateBufferInfo(
-        temporal=torch.zeros((LAYERS, 4, 8, 16, 16)),
+        temporal=torch.zeros((LAYERS, 4, heads, 16, 16), dtype=temporal),
         conv=(torch.zeros((LAYERS, 4, 64, 4), dtype=torch.bfloat16),),
     )
     return MambaPoolHost(

@@ -20,11 +20,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
+from tutti.integration.sglang.direct.read_ahead import ReadAhead
+from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.linker import TuttiLinker
 
 PAGE = 16
 LAYERS = 3
 PAGES = 64
+WAIT_S = 30.0
 
 
 @functools.cache
@@ -132,7 +135,7 @@ class Rig:
         assert self.offload(names, pages)
         try:
             wait_for(lambda: self.linker.num_completed_offloads() == 1)
-            wait_for(lambda: not self.linker.backlog.active)
+            assert self.linker.backlog.wait_quiet(WAIT_S)
         except AssertionError as error:
             error.add_note(f"store: {self.stored_pool.store.stats()}")
             raise
@@ -165,13 +168,30 @@ def names(count: int, salt: str = "") -> list[str]:
     return [hashlib.sha256(f"{salt}/{i}".encode()).hexdigest() for i in range(count)]
 
 
-def wait_for(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(what: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > deadline:
             faulthandler.dump_traceback(all_threads=True)
             raise AssertionError("it does not happen; standard error has what every thread does")
         time.sleep(0.002)
+
+
+def in_use(staging: StagingPages) -> int:
+    """Pages that are not free."""
+    return staging.pages - staging.free
+
+
+def kept_ahead(ahead: ReadAhead) -> int:
+    """Pages of staging that are kept for requests or batches."""
+    with ahead._changed:
+        return sum(len(staged.read.keys) for staged in ahead._staged)
+
+
+def ahead_pages(linker: TuttiLinker) -> int:
+    """Pages of all pools that were read ahead."""
+    snapshots = [pool.metrics.snapshot() for pool in linker.stored_pools.values()]
+    return int(sum(snapshot.get("ahead_pages", 0) for snapshot in snapshots))
 
 
 def damage(file: Path, seed: int = 0, *, start: int | None = None) -> None:

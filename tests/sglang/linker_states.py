@@ -10,8 +10,8 @@ from typing import Any
 import linker_engine as engine
 import numpy as np
 import torch
-from linker_engine import PAGE, server_args, wait_for
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from linker_engine import PAGE, WAIT_S, server_args, wait_for
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -46,7 +46,7 @@ def windows() -> tuple[Any, Any]:
     return pool, None
 
 
-def states() -> HybridReqToTokenPool:
+def states(conv: torch.dtype = torch.bfloat16) -> HybridReqToTokenPool:
     shape = Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=256,
@@ -63,16 +63,18 @@ def states() -> HybridReqToTokenPool:
         max_context_len=2048,
         device="cpu",
         enable_memory_saver=False,
-        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2, 3]),
+        cache_params=Mamba2CacheParams(
+            shape=shape, layers=[0, 2, 3], dtype=Mamba2StateDType(conv=conv, temporal=torch.float32)
+        ),
         mamba_layer_ids=[0, 2, 3],
         enable_mamba_extra_buffer=False,
         enable_overlap_schedule=False,
     )
 
 
-def linear(*, use_mla: bool) -> tuple[Any, Any]:
+def linear(*, use_mla: bool, conv: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Mamba in layers 0, 2 and 3, full attention in 1 and 4."""
-    requests = states()
+    requests = states(conv)
     pool = HybridLinearKVPool(
         size=PAGES * PAGE,
         dtype=torch.bfloat16,
@@ -245,7 +247,7 @@ class StatesRig:
         """Offloads, and waits until it is on the medium: what is copied out completes before."""
         assert self.linker.offload(transfers)
         wait_for(lambda: self.linker.num_completed_offloads() == 1)
-        wait_for(lambda: not self.linker.backlog.active)
+        assert self.linker.backlog.wait_quiet(WAIT_S)
         return self.linker.pop_completed_offload()
 
     def restore(self, transfers: list[PoolTransfer]) -> bool:

@@ -109,13 +109,15 @@ def hicache_config(path: Path | str | list[str], **options: Any) -> dict[str, An
 
 def linker_options(path: Path | str | list[str], **options: Any) -> dict[str, Any]:
     """The JSON object of the linker's extra config."""
+    # Pools are small here: more would pin all of them.  An agent's have settings of its own.
+    pins = {} if str(path).startswith("unix:") else {"pin_lookups": 4}
     return {
         "path": path if isinstance(path, list) else str(path),
         "capacity": "48MiB",
         "load_staging": "8MiB",
         "store_staging": "8MiB",
         "breaker_pause_s": 0.2,
-        "pin_lookups": 4,  # pools are small here: more would pin all of them
+        **pins,
         **options,
     }
 

@@ -8,12 +8,16 @@ here; the steps of each round trip are ours.
 from __future__ import annotations
 
 import tempfile
+import threading
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import in_place_of_file
 import pytest
 import torch
+from linker_engine import wait_for
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
@@ -22,6 +26,10 @@ from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, su
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_host_value
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang.test.test_utils import CustomTestCase
+
+from tutti.errors import DeviceTimeout, PagesInUse
+from tutti.integration.sglang import storages, weights
+from tutti.integration.sglang.direct import control_requests
 
 #: Smaller pages waste too much of the medium and are refused, which another test shows.
 CHOSEN = [
@@ -86,6 +94,56 @@ def test_a_prefix_comes_back_from_storage_bit_by_bit(kit: TuttiKit) -> None:
 
 
 FULL_ALONE = [config for config in CHOSEN if not (config.has_swa or config.has_mamba)]
+
+
+@pytest.mark.parametrize("kit", FULL_ALONE[:1], indirect=True, ids=lambda config: config.label)
+def test_a_storage_thread_that_is_held_is_not_ended(
+    kit: TuttiKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gives the prefetch up and is idle; a flush or detach would fail at its thread."""
+    monkeypatch.setattr(storages, "_LET_GO_S", 0.1)
+    folder, tokens = kit._make_storage_dir(), kit._make_seq(1, 4)
+    kit._l3_produce(folder, tokens, marker=7)
+    tree, *_ = kit._l3_consumer(folder)
+    storage, answered = in_place_of_file.BACKENDS[folder], threading.Event()
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise PagesInUse("made up: on its way", answered.wait)
+
+    monkeypatch.setattr(storage._stores["kv"].store, "load", never)
+    request = CacheRequestHandle("late", 0)
+    tree.prefetch_from_storage(request, tree.root_node_handle(), array("q", tokens), None, None)
+
+    def begun() -> bool:
+        tree.check_hicache_events()
+        return storage.moving
+
+    wait_for(begun)
+    tree.release_aborted_request(request)
+    assert not tree.ongoing_prefetch, "SGLang knows of it: nothing is tested"
+    scheduler = SimpleNamespace(
+        tree_cache=tree, is_fully_idle=lambda ignore_waiting: True, _engine_paused=False
+    )
+
+    def flush(_: Any) -> bool:
+        tree.reset()
+        return True
+
+    try:
+        assert not weights._around_flush(flush, scheduler)
+        answer = control_requests._detach(pytest.fail, scheduler, None)
+        assert not answer.success and "holds host pages" in answer.message
+        manager = SimpleNamespace(scheduler=scheduler)
+        with pytest.raises(DeviceTimeout, match="holds host pages"):
+            control_requests._release(pytest.fail, manager, SimpleNamespace(tags=None))
+    finally:
+        answered.set()
+    monkeypatch.undo()
+    assert weights._around_flush(flush, scheduler)
+    kit._consume_prefetch(tree, tokens, CacheRequestHandle("again", 0))
+    assert match_prefix(tree, tokens).last_host_node != tree.root_node_handle()
+
+
 WINDOWS = [config for config in CHOSEN if config.has_swa and not config.has_mamba]
 
 

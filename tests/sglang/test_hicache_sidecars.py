@@ -11,6 +11,7 @@ import host_pools as hp
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
 from tutti.errors import ConfigError, Unsupported
@@ -89,6 +90,26 @@ def test_what_both_pools_have_is_found_and_comes_back(
     assert loaded == {name: [True, True, True, True, False, False]}, "a gap ends what is served"
     assert [hp.page_bytes(side, page) for page in rows[:4]] == want[:4]
     assert not any(hp.page_bytes(side, 4)), "a page that is not stored was written"
+
+
+def test_states_of_another_type_miss(tmp_path: Path) -> None:
+    """As after another --mamba-ssm-dtype: two of its types have the same size."""
+    for dtype, found in ((torch.bfloat16, 0), (torch.float16, 0), (torch.bfloat16, 2)):
+        storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
+        states = hp.mamba_pool(dtype)
+        storage.register_mem_pool_host(hp.mha_pool("page_first_direct"))
+        storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        storage.on_host_pools_registered()
+        assert sum(storage._stores[str(PoolName.MAMBA)].present(KEYS[:2])) == found, dtype
+        pages = transfer(PoolName.MAMBA, KEYS[:2], states, [0, 1])
+        assert storage.batch_set_v2([pages]) == {PoolName.MAMBA: [True] * 2}
+        storage.close()
+
+
+def test_a_pool_without_pages_of_its_own_is_refused(storage: TuttiHiCacheStorage) -> None:
+    """SGLang's anchor of DeepSeek-V4 has numbers of pages alone."""
+    with pytest.raises(Unsupported, match=r"'kv' \(LogicalHostPool\).*use the linker"):
+        storage.register_mem_pool_host(LogicalHostPool(64, 16, "page_first"))
 
 
 def test_what_splits_pages_is_refused(tmp_path: Path) -> None:

@@ -274,6 +274,27 @@ def test_what_is_too_much_is_counted_and_nothing_grows(config: str) -> None:
     events.check(pytest.fail)  # type: ignore[arg-type]
 
 
+def test_a_detached_pool_withdraws_more_pages_than_there_is_room_for(config: str) -> None:
+    """Pages that a router was told of, of a pool that is gone."""
+    metrics = Metrics({"mode": "hicache", "pool": "kv", "rank": "0"})
+    events = DiskEvents(2, metrics, blocks_max=8)
+    keys = np.arange(40, dtype=np.uint64).view(np.uint8).reshape(20, 16)
+    names = [f"{number:064x}" for number in (n << 192 for n in range(20))]
+    for first in range(0, 20, 5):
+        part = slice(first, first + 5)
+        blocks = [hash_str_to_int64(name) for name in names[part]]
+        events.offered(names[part], keys[part])
+        events.stored(keys[part], np.ones(5, np.bool_))
+        assert len(events.take([BlockStored(blocks, None, [0] * 10, 2, None, medium="GPU")])) > 1
+    assert len(events._announced) == 20
+    events.close()
+    gone: set[int] = set()
+    for _ in range(4):
+        gone |= {block for event in events.take([]) for block in event.block_hashes}
+    assert gone == {hash_str_to_int64(name) for name in names}
+    assert events not in EVENTS, "it has nothing left to tell"
+
+
 def test_a_page_that_was_evicted_is_withdrawn_and_announced_again(
     config: str, tmp_path: Path
 ) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import host_pools
 import pytest
+from sglang.srt.arg_groups.lora_hook import check_lora_server_args
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import (
     ParallelContext,
     RuntimeContext,
@@ -16,7 +20,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.server_args import ServerArgs
 
 from tutti.integration.sglang import adapter, launch
-from tutti.integration.sglang.identity import ServedModel
+from tutti.integration.sglang.identity import ServedModel, version_at_start
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
 
 OPTIONS = {"path": "/pools", "capacity": "1GiB"}
@@ -49,10 +53,85 @@ def test_a_process_without_a_server_has_an_empty_model() -> None:
         assert adapter.served_model() == ServedModel()
 
 
-def _context(world_rank: int, dp_rank: int | None, **widths: int) -> Any:
-    args = ServerArgs(model_path="dummy", device="cpu", **widths)
+def _context(world_rank: int = 0, dp_rank: int | None = None, **arguments: Any) -> Any:
+    args = ServerArgs(model_path="dummy", device="cpu", **arguments)
     ranks = SpawnRanks(world_rank=world_rank, dp_rank=dp_rank)
     return use_context(create_context(args, role="test", ranks=ranks))
+
+
+def test_adapters_with_lasting_ids_are_part_of_the_model() -> None:
+    """Through SGLang's own parsing of --lora-paths."""
+    plain = {"lora_name": "b", "lora_path": "org/b"}
+    cases: tuple[tuple[Any, Any], ...] = (
+        (["a=/adapters/a", plain], (("a", "/adapters/a"), ("b", "org/b"))),
+        (["/adapters/a"], (("/adapters/a", "/adapters/a"),)),
+        (None, ()),
+    )
+    for given, adapters in cases:
+        args = ServerArgs(model_path="dummy", device="cpu", lora_paths=given)
+        check_lora_server_args(args)
+        with use_context(create_context(args, role="test", ranks=SpawnRanks(world_rank=0))):
+            assert adapter.served_model().adapters == adapters
+    with _context(lora_paths=["a=/adapters/a"], enable_lora=False):
+        assert adapter.served_model().adapters == (), "ignored by SGLang"
+
+
+def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    with _context():
+        assert adapter.served_model().overrides == "{}", "as before these were counted"
+    seen = set()
+    for given in (
+        {"quantization_param_path": str(scales)},
+        {"quantization_param_path": str(tmp_path / "other.json")},
+        {"modelopt_quant": "fp8"},
+        {"modelopt_quant": {"quant_algo": "fp8"}},
+        {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
+    ):
+        with _context(**given):
+            seen.add(adapter.served_model().overrides)
+    assert len(seen) == 5
+    scales.write_text("{ }")
+    version_at_start.cache_clear()
+    with _context(quantization_param_path=str(scales)):
+        assert adapter.served_model().overrides not in seen
+
+
+def test_the_order_of_a_pages_bytes_is_part_of_the_model() -> None:
+    with _context():
+        plain = adapter.served_model().overrides
+        seen = {plain}
+        for variable, value in (
+            (envs.SGLANG_USE_HND_KVCACHE, True),
+            (envs.SGLANG_AITER_KV_CACHE_LAYOUT, "vectorized_5d"),
+        ):
+            with variable.override(variable.default):
+                assert adapter.served_model().overrides == plain
+            with variable.override(value):
+                seen.add(adapter.served_model().overrides)
+    assert len(seen) == 3
+
+
+def test_a_draft_model_is_part_of_the_model_unless_it_is_the_same(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    seen = set()
+    for size in (1, 2, 1):
+        weights.write_bytes(bytes(size))
+        os.utime(weights, (1, 1))
+        version_at_start.cache_clear()
+        with _context(speculative_draft_model_path=str(tmp_path)):
+            seen.add(adapter.served_model().overrides)
+    assert len(seen) == 2, "trained again, and back"
+    for given in ({"path": "org/draft"}, {"path": "org/draft", "revision": "v2"}):
+        with _context(**{f"speculative_draft_model_{name}": to for name, to in given.items()}):
+            seen.add(adapter.served_model().overrides)
+    assert len(seen) == 4
+    for revision in (None, "main"):  # SGLang writes "main" where there is none
+        with _context(
+            speculative_draft_model_path="dummy", speculative_draft_model_revision=revision
+        ):
+            assert adapter.served_model().overrides == "{}", "the served model's own layers"
 
 
 def test_replicas_and_groups_of_dp_attention_share_the_capacity() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import linker_engine as engine
 import pytest
 import torch
-from linker_engine import Rig, damage, names, wait_for
+from linker_engine import Rig, damage, in_use, names, wait_for
 from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool, MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -320,9 +320,9 @@ def test_a_device_that_never_answers(
             return
         assert not rig.restore(names(4), range(4, 8))
         assert rig.content(range(64)) == before
-        assert rig.stored_pool.loads.in_use == 4, "the device may still write there"
+        assert in_use(rig.stored_pool.loads) == 4, "the device may still write there"
         tickets[0].settled = True
-        assert rig.stored_pool.loads.in_use == 0
+        assert in_use(rig.stored_pool.loads) == 0
 
 
 def test_other_weights_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_reset_and_close_leave_nothing(tmp_path: Path) -> None:
     rig.linker.start_layer_wise_loading()
     rig.offload(names(6, "late"), range(6))
     rig.linker.reset()  # a load and an offload under way
-    wait_for(lambda: rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0)
+    wait_for(lambda: in_use(rig.stored_pool.loads) == in_use(rig.stored_pool.stores) == 0)
     assert rig.linker.backlog.locked == 0
     assert not rig.stored_pool.store._core.index.pins.any()
     rig.linker.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import linker_engine as engine
 import pytest
-from linker_engine import Rig, damage, names, wait_for
+from linker_engine import Rig, ahead_pages, damage, in_use, kept_ahead, names, wait_for
 
 OBJECT = 3 * 2 * 4096
 
@@ -24,7 +24,7 @@ def stored(rig: Rig, count: int, salt: str = "") -> list[bytes]:
 
 def quiet(rig: Rig, pages: int) -> None:
     """Waits until so many pages were read ahead."""
-    wait_for(lambda: rig.linker.ahead.pages_read >= pages)
+    wait_for(lambda: ahead_pages(rig.linker) >= pages)
 
 
 def loads_of(rig: Rig) -> int:
@@ -37,13 +37,13 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         want = stored(rig, 10)
         assert rig.lookup(names(10)) == 10
         quiet(rig, 10)
-        assert rig.linker.ahead.held == 10
+        assert kept_ahead(rig.linker.ahead) == 10
         before = loads_of(rig)
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
         assert loads_of(rig) == before == 10, "the load read nothing itself"
-        assert rig.linker.ahead.held == 0
-        wait_for(lambda: rig.stored_pool.loads.in_use == 0)
+        assert kept_ahead(rig.linker.ahead) == 0
+        wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
         counts = rig.linker.metrics.snapshot()
         assert (counts["ahead_pages"], counts["ahead_used_pages"]) == (10, 10)
         assert "ahead_unused_pages" not in counts
@@ -62,7 +62,7 @@ def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
         want = stored(rig, 10)
         assert rig.lookup(names(10)) == 10
         quiet(rig, 4)
-        assert rig.linker.ahead.held == 4, "no more than its share"
+        assert kept_ahead(rig.linker.ahead) == 4, "no more than its share"
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
         wait_for(lambda: loads_of(rig) == 10)
@@ -81,7 +81,7 @@ def test_requests_share_what_is_staged(tmp_path: Path) -> None:
         assert rig.content(range(8, 16)) == want
         assert rig.content(range(20, 25)) == want[:5]
         assert loads_of(rig) == 8
-        assert rig.linker.ahead.held == 0
+        assert kept_ahead(rig.linker.ahead) == 0
 
 
 def test_what_one_request_took_stays_for_the_other(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_what_one_request_took_stays_for_the_other(tmp_path: Path) -> None:
         wait_for(lambda: all(len(s.rids) == 2 for s in rig.linker.ahead._staged))
         assert rig.load(names(6), range(6, 12), "a")
         assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        assert rig.linker.ahead.held == 6
+        assert kept_ahead(rig.linker.ahead) == 6
         assert rig.load(names(6), range(12, 18), "b")
         assert rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
         assert rig.content(range(12, 18)) == want
         assert loads_of(rig) == 6
-        assert rig.linker.ahead.held == 0
+        assert kept_ahead(rig.linker.ahead) == 0
 
 
 def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None
         stored(rig, 6)
         for how in ("cancelled", "forgotten", "reset"):
             assert rig.lookup(names(6), "gone") == 6
-            wait_for(lambda: rig.linker.ahead.held == 6)
+            wait_for(lambda: kept_ahead(rig.linker.ahead) == 6)
             if how == "cancelled":
                 assert rig.load(names(6), range(6, 12), "gone")
                 assert rig.linker.cancel_queued_load("gone")
@@ -114,8 +114,8 @@ def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None
                     assert rig.lookup(names(2, "other"), "other") == 0
             else:
                 rig.linker.reset()
-            assert rig.linker.ahead.held == 0
-            wait_for(lambda: rig.stored_pool.loads.in_use == 0)
+            assert kept_ahead(rig.linker.ahead) == 0
+            wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
 
 
 def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
         assert rig.restore(names(20)[8:20], range(30, 42))
         assert rig.content(range(30, 42)) == want[8:20]
         assert loads_of(rig) == 10 + 10, "two were staged"
-        assert rig.linker.ahead.held == 4, "the pieces that the batch used were not dropped for it"
+        assert kept_ahead(rig.linker.ahead) == 4, "pieces that it used were not dropped for it"
         assert rig.restore(names(20), range(40, 60))
         assert rig.content(range(40, 60)) == want
 
@@ -137,7 +137,7 @@ def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
         damage(rig.file(tmp_path))
         assert rig.lookup(names(10)) == 10
         wait_for(lambda: rig.stored_pool.store.stats()["quarantined"] > 0)
-        wait_for(lambda: rig.linker.ahead.held == 0)
+        wait_for(lambda: kept_ahead(rig.linker.ahead) == 0)
         found = rig.lookup(names(10))
         assert found < 10
         assert not rig.load(names(10), range(20, 30)), "known before the batch: computed instead"
@@ -165,7 +165,7 @@ def test_the_queue_forgets_a_failed_read_that_a_batch_took(
 
         monkeypatch.setattr(ahead, "_ended", after_the_batch_took_it)
         assert rig.lookup(names(37)) == 37
-        wait_for(lambda: ahead.held > 0)
+        wait_for(lambda: kept_ahead(ahead) > 0)
         piece = ahead._staged[0]
         found = ahead.take(rig.stored_pool, [bytes(key) for key in piece.read.keys])
         assert found and piece.name in ahead._queue.state.loads
@@ -228,7 +228,7 @@ def test_reading_ahead_ends_while_the_breaker_is_open(
         assert rig.lookup(names(6), "b") == 0
         rig.linker.cancel_queued_load("a")  # while its read is being started
         gate.set()
-        wait_for(lambda: rig.stored_pool.loads.in_use == 0)
+        wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
         assert calls == [6]
 
 
@@ -251,8 +251,8 @@ def test_staging_that_a_device_may_still_fill_is_not_handed_out(
         monkeypatch.setattr(rig.stored_pool.store, "load", lambda *_, **__: ticket)
         assert rig.lookup(names(6)) == 6
         wait_for(lambda: rig.linker.error_log.counts.get("read-ahead: timeout", 0) == 3)
-        assert rig.linker.ahead.held == 0, "no request is served from it"
-        assert rig.stored_pool.loads.in_use == 6
+        assert kept_ahead(rig.linker.ahead) == 0, "no request is served from it"
+        assert in_use(rig.stored_pool.loads) == 6
         assert rig.stored_pool.loads.allocate(3) is None
         ticket.settled.set()
-        assert rig.stored_pool.loads.in_use == 0
+        assert in_use(rig.stored_pool.loads) == 0

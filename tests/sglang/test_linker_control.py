@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY
 
 import tutti
 from tutti import cli
-from tutti.errors import PoolClosed
+from tutti.errors import ConfigError, PoolClosed
+from tutti.integration.sglang import weights
 from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.metrics import _OF_MODE, METRICS
 from tutti.integration.sglang.options import HICACHE
@@ -65,6 +66,80 @@ def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -
             assert pool.stats()["slots"]["ready"] == 12
     with Rig(tmp_path) as rig:
         assert rig.lookup(names(8)) == 8
+
+
+def test_an_error_of_any_kind_is_an_answer_and_the_scheduler_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise OSError(28, "No space left on device")
+
+    with Rig(tmp_path) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.linker, "detach", fails)
+            answer = control._detach(pytest.fail, scheduler(), None)
+        assert (answer.success, "No space left" in answer.message) == (False, True)
+        assert "Traceback" in caplog.text
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+
+
+def test_updates_that_sglang_refuses_leave_the_cache_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, real_manager: Any
+) -> None:
+    """Through SGLang's own requests, with the plugin: what only a session takes, without one."""
+    watch = weights.WeightsWatch()
+    monkeypatch.setattr(weights, "WATCH", watch)
+    for refused in (
+        real_manager.update_weights_from_distributed,
+        real_manager.update_weights_from_tensor,
+        real_manager.end_weight_update,
+    ):
+        assert not refused(None).success
+    assert watch.namespace == b""
+    real_manager._session = SimpleNamespace(loaded_weights=False)
+    assert not real_manager.begin_weight_update(None).success
+    assert watch.namespace == b""
+    assert not caplog.records
+
+
+def test_an_update_that_fails_says_that_nothing_is_found_until_a_flush(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, real_manager: Any
+) -> None:
+    watch = weights.WeightsWatch()
+    monkeypatch.setattr(weights, "WATCH", watch)
+    for _ in range(2):  # there is no model
+        with pytest.raises(AttributeError):
+            real_manager.update_weights_from_disk(None)
+    assert watch.namespace is None
+    (record,) = caplog.records
+    assert "/flush_cache" in record.getMessage()
+    watch.flushed()
+    with pytest.raises(AttributeError):
+        real_manager.update_weights_from_disk(None)
+    assert len(caplog.records) == 2
+
+
+def test_pages_that_were_never_asked_for_are_no_misses(tmp_path: Path) -> None:
+    with Rig(tmp_path, max_load_tokens=4 * linker_engine.PAGE) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        assert rig.lookup(names(8)) == 4, "as many as one batch takes"
+        assert rig.linker.metrics.snapshot().get("miss_pages", 0) == 0
+
+
+def test_a_cap_below_a_page_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"a page has {linker_engine.PAGE} tokens"),
+        Rig(tmp_path, max_load_tokens=linker_engine.PAGE - 1),
+    ):
+        pass
+    with Rig(tmp_path, max_load_tokens=linker_engine.PAGE) as rig:
+        with pytest.raises(ConfigError, match="0 for no limit"):
+            rig.linker.attach({"path": str(tmp_path), "capacity": "8MiB", "max_load_tokens": 1})
+        rig.fill(1)
+        assert rig.store(names(2), range(2))
+        assert rig.lookup(names(2)) == 1
 
 
 def attach_request(config: object = None) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import linker_engine as engine
 import numpy as np
 import pytest
 import torch
-from linker_engine import damage, names, wait_for
+from linker_engine import ahead_pages, damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from test_linker_profile import Batch, FlatProfile
 
 from tutti.errors import DeviceTimeout, PoolInUse
@@ -44,7 +47,7 @@ def test_pages_come_back_byte_for_byte(
         assert rig.store(names(10), range(3, 13))
         rig.wipe()
         assert rig.lookup(names(12)) == 10
-        wait_for(lambda: bool(rig.linker.ahead.pages_read) == bool(ahead))
+        wait_for(lambda: bool(ahead_pages(rig.linker)) == bool(ahead))
         target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
         assert rig.restore(names(10), target)
         assert rig.content(target) == want
@@ -152,7 +155,7 @@ def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.Monkey
         assert rig.store(names(4), range(4))
         rig.wipe()
         assert rig.lookup(names(4)) == 4
-        wait_for(lambda: rig.linker.ahead.pages_read == 4)
+        wait_for(lambda: ahead_pages(rig.linker) == 4)
         busy = rig.hold(rig.linker._gpu.copy_stream)  # nothing is left to do but copies
         assert rig.load(names(4), range(8, 12))
         index = rig.linker.start_layer_wise_loading()
@@ -181,7 +184,7 @@ def test_a_key_is_read_once_however_many_slots_want_it(
         before = rig.stored_pool.store.stats()["loaded"]
         if ahead:
             assert rig.lookup(names(2)) == 2
-            wait_for(lambda: rig.linker.ahead.pages_read == 2)
+            wait_for(lambda: ahead_pages(rig.linker) == 2)
         assert rig.load(names(8), range(8, 16), "a")
         assert rig.load(names(5), range(16, 21), "b")
         assert rig.load(names(8)[:2], range(30, 32), "c")
@@ -241,7 +244,45 @@ def test_what_the_gpu_does_not_copy_out_stays_locked(
         with pytest.raises(DeviceTimeout, match="restart the server"):
             rig.linker.reset()
         busy[0] = 1
-        monkeypatch.setattr(rig.linker, "reset", lambda: None)
+        rig.linker.reset()
+
+
+def test_pages_that_the_gpu_copied_out_too_late_are_sglangs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+        free = rig.stored_pool.stores.free
+        busy = rig.hold(rig.linker._gpu.leaving)
+        assert rig.offload(names(4), range(4))
+        wait_for(lambda: bool(rig.linker.error_log.counts))
+        assert rig.linker.num_completed_offloads() == 0, "the GPU may still read them"
+        busy[0] = 1
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        assert not rig.linker.pop_completed_offload(), "they are not stored"
+        assert rig.linker.backlog.locked == 0
+        assert rig.stored_pool.stores.free == free
+        assert rig.store(names(4), range(4)), "and what comes later is served"
+
+
+def test_sglang_unmaps_its_kv_when_nothing_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_manager: Any
+) -> None:
+    """Through SGLang's own request, with the plugin."""
+    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+        paused: list[int] = []
+        saver = SimpleNamespace(pause=lambda tag: paused.append(rig.linker.backlog.locked))
+        real_manager.memory_saver_adapter = saver
+        real_manager.is_fully_idle = lambda **_: True
+        real_manager.flush_cache = lambda: True
+        busy = rig.hold(rig.linker._gpu.leaving)
+        assert rig.offload(names(4), range(4))
+        with pytest.raises(DeviceTimeout, match="restart the server"):
+            real_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        assert not paused
+        threading.Timer(0.05, lambda: busy.fill(1)).start()
+        kept = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+        real_manager.release_memory_occupation(kept)
+        assert paused == [0]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 0.5])

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import linker_engine as engine
 import pytest
-from linker_engine import damage, names, wait_for
+from linker_engine import ahead_pages, damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS as POOLS
 from linker_states import StatesRig
 
-from tutti.errors import DeviceTimeout, Unsupported
+from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.integration.sglang.direct.kernel_share import KernelShare
+from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.machine import machine_facts
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import GPUS, ModelShape
@@ -51,7 +52,7 @@ def test_pages_come_back_byte_for_byte(
         assert rig.store(names(10), range(3, 13))
         rig.wipe()
         assert rig.lookup(names(12)) == 10
-        wait_for(lambda: bool(rig.linker.ahead.pages_read) == bool(ahead))
+        wait_for(lambda: bool(ahead_pages(rig.linker)) == bool(ahead))
         target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
         assert rig.restore(names(10), target)
         assert rig.content(target) == want
@@ -269,3 +270,16 @@ def test_without_device_code_short_fragments_go_by_copy_engines(
         assert rig.restore(names(48), scattered)
         assert rig.content(range(48)) == want
         assert stats_of(rig)["gpu_mover"] == "copy-batch"
+
+
+def test_an_engine_that_cannot_be_made_leaves_nothing_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_rig(tmp_path, monkeypatch) as rig:
+        pool, pinned = rig.stored_pool, dict(rig.driver._registered)
+        assert pool.gpu is not None
+        rig.driver.fail["cuEventCreate"] = 1  # the verifier's tables are pinned by then
+        with pytest.raises(CudaError) as caught:  # whose frames keep what was begun
+            pool.gpu.attach(pool.store, StagingSize(1 << 20, 16, "a test"))
+        assert caught.value.call == "cuEventCreate"
+        assert rig.driver._registered == pinned

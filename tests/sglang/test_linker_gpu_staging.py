@@ -15,7 +15,7 @@ from linker_engine import PAGE, names, wait_for
 from linker_gpu import GpuRig, gpu_rig
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from tutti.base.memory_pressure import MemoryFacts
+from tutti.base import memory_pressure
 from tutti.errors import CapacityError
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_engine import KINDS
@@ -70,20 +70,34 @@ def test_staging_holds_two_loads_of_the_longest_context(
 
 
 @pytest.mark.parametrize(
-    ("free_nbytes", "floor", "expected"),
-    [(32 << 20, 4096, 1 << 20), (0, 512 << 10, 512 << 10), (1 << 40, 8 << 20, 8 << 20)],
-    ids=["free memory", "the least", "more than needed"],
+    ("nbytes_of_node", "floor", "expected"),
+    [(16 << 20, 4096, 1 << 20), (0, 512 << 10, 512 << 10), (1 << 40, 8 << 20, 8 << 20)],
+    ids=["the node's memory", "the least", "more than needed"],
 )
-def test_staging_is_bounded_by_free_memory_and_by_the_least(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_nbytes: int, floor: int, expected: int
+def test_staging_is_bounded_by_the_nodes_memory_and_by_the_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes_of_node: int, floor: int, expected: int
 ) -> None:
     monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", floor)
-    monkeypatch.setattr(staging_size, "read_memory", lambda: MemoryFacts(free_nbytes // 2))
+    monkeypatch.setattr(staging_size, "total_nbytes", lambda: nbytes_of_node)
     with gpu_rig(tmp_path, monkeypatch, profile="off") as rig:
         nbytes, reason = staging_of(rig)
         assert nbytes == expected
         assert ("not enough" in reason) == (expected < 8 << 20)
         round_trip(rig)
+
+
+def test_ranks_load_as_much_whatever_is_free_when_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes a rank's answer to a load as that of all of them."""
+    monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", 4096)
+    most = []
+    for free_kib in (1 << 15, 1 << 30):
+        facts = {"MemTotal:": 1 << 16, "MemAvailable:": free_kib}
+        monkeypatch.setattr(memory_pressure, "_numbers", lambda path, facts=facts: facts)
+        with gpu_rig(tmp_path, monkeypatch, gpu_engine=KINDS[0], profile="off") as rig:
+            most.append(rig.stored_pool.batch_pages_max)
+    assert most[0] == most[1] and most[0] is not None
 
 
 def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(

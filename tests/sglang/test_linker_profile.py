@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import linker_engine as engine
 import pytest
-from linker_engine import Rig, names, wait_for
+from linker_engine import WAIT_S, Rig, ahead_pages, kept_ahead, names, wait_for
 from linker_gpu import gpu_rig
 
 import tutti
@@ -194,7 +194,7 @@ def test_reads_carry_the_name_of_their_batch(tmp_path: Path, posted: list[Event]
         rig.fill(18)
         assert rig.store(names(8), range(8))
         wait_for(lambda: rig.lookup(names(4)) == 4)
-        wait_for(lambda: rig.linker.ahead.pages_read == 4)
+        wait_for(lambda: ahead_pages(rig.linker) == 4)
         for _ in range(2):
             assert rig.restore(names(8), range(20, 28))
         known = [event for event in posted if isinstance(event, LoadKnown)]
@@ -281,18 +281,18 @@ def test_a_server_is_served_by_the_policy_that_is_simulated(
             assert rig.offload(names(6, str(part)), range(6 * part, 6 * part + 6))
         wait_for(lambda: rig.linker.num_completed_offloads() == 6)
         kept = [rig.linker.pop_completed_offload() for _ in range(6)]
-        wait_for(lambda: not rig.linker.backlog.active)
+        assert rig.linker.backlog.wait_quiet(WAIT_S)
         stored = kept.index(True)
         assert limits[0].read_ahead_nbytes == 5 * page
         assert rig.lookup(names(6, str(stored)), "waits") == 6
-        wait_for(lambda: rig.linker.ahead.pages_read == 5)
-        assert rig.linker.ahead.held == 5, "the sixth waits for the queue"
+        wait_for(lambda: ahead_pages(rig.linker) == 5)
+        assert kept_ahead(rig.linker.ahead) == 5, "the sixth waits for the queue"
         for number in range(3):
             assert rig.load(names(6, str(stored)), range(40, 46), str(number))
             index = rig.linker.start_layer_wise_loading()
             run_batch(rig, Batch(Phase.PREFILL, index), range(engine.LAYERS))
             rig.offload(names(3, f"more {number}"), range(3))
-        wait_for(lambda: not rig.linker.backlog.active)
+        assert rig.linker.backlog.wait_quiet(WAIT_S)
     decided = "".join(lines)
     assert all(
         word in decided for word in ('"writes":', '"reads":', '"SpaceKnown"', '"LayerBegan"')

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from pathlib import Path
 
 import pytest
-from linker_engine import damage, names, wait_for
-from linker_states import KINDS, StatesRig
+import torch
+from linker_engine import damage, in_use, kept_ahead, names, wait_for
+from linker_states import KINDS, StatesRig, linear
 
 WINDOWS = {"swa": 2, "mamba": 1}
 
@@ -171,6 +173,16 @@ def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
         } == (want)
 
 
+def test_states_of_another_type_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after another SGLANG_MAMBA_CONV_DTYPE: the type of the first buffer stays."""
+    for dtype, found in ((torch.bfloat16, []), (torch.float16, []), (torch.bfloat16, [4])):
+        pools = functools.partial(linear, use_mla=False, conv=dtype)
+        monkeypatch.setitem(KINDS, "mamba", (pools, *KINDS["mamba"][1:]))
+        with StatesRig(tmp_path, "mamba") as rig:
+            assert rig.linker.lookup("r", rig.transfers(names(4), None, WINDOWS)) == found, dtype
+            assert rig.store(rig.transfers(names(4), places(rig, range(4), 2), WINDOWS))
+
+
 def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> None:
     with StatesRig(tmp_path / "warm", "mamba-windows"):
         pass
@@ -187,11 +199,12 @@ def test_a_close_with_everything_under_way_leaves_nothing(tmp_path: Path) -> Non
         assert rig.linker.load("q", rig.transfers(names(6), places(rig, range(8, 14), 8), WINDOWS))
         rig.linker.reset()
         assert rig.linker.start_layer_wise_loading() == -1
-        assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
+        assert kept_ahead(rig.linker.ahead) == rig.linker.backlog.locked == 0
+        assert rig.linker.backlog.wait_quiet(0.0)
         for stored_pool in rig.linker.stored_pools.values():
             wait_for(
                 lambda stored_pool=stored_pool: (
-                    stored_pool.loads.in_use == stored_pool.stores.in_use == 0
+                    in_use(stored_pool.loads) == in_use(stored_pool.stores) == 0
                 )
             )
             wait_for(lambda stored_pool=stored_pool: not stored_pool.store._core.index.pins.any())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from linker_engine import LAYERS, PAGES, Rig, names, transfer, wait_for
+from linker_engine import LAYERS, PAGES, WAIT_S, Rig, in_use, kept_ahead, names, transfer, wait_for
 from memory_controller import Faults
 
 from store.pools import formatted, opened
@@ -219,7 +219,7 @@ def serve(model: Model, rng: random.Random) -> None:
         waiting += model.step(batch)
         model.reap()
         if round_ % 4 == 0:  # or a busy machine would have stored nothing yet
-            wait_for(lambda: not rig.linker.backlog.active)
+            assert rig.linker.backlog.wait_quiet(WAIT_S)
         if rng.random() < 0.04:  # SGLang's flush
             rig.linker.reset()
             model.offloading.clear()
@@ -268,8 +268,9 @@ def nothing_leaks(rig: Rig) -> None:
     """After a reset no staging, pin or transfer is left."""
     rig.linker.reset()
     store = rig.stored_pool.store
-    wait_for(lambda: rig.stored_pool.loads.in_use == rig.stored_pool.stores.in_use == 0)
-    assert rig.linker.ahead.held == rig.linker.backlog.locked == rig.linker.backlog.active == 0
+    wait_for(lambda: in_use(rig.stored_pool.loads) == in_use(rig.stored_pool.stores) == 0)
+    assert kept_ahead(rig.linker.ahead) == rig.linker.backlog.locked == 0
+    assert rig.linker.backlog.wait_quiet(0.0)
     wait_for(lambda: store._core.in_flight == 0)
     assert not store._core.index.pins.any()
     assert not store._core.index.kept.any()

@@ -10,7 +10,7 @@ from typing import Any
 import host_pools as hp
 import numpy as np
 import pytest
-from linker_engine import Rig, names, wait_for
+from linker_engine import Rig, ahead_pages, in_use, kept_ahead, names, wait_for
 
 from tutti.errors import DeviceTimeout, PagesInUse
 from tutti.integration.sglang.direct.staging_pages import StagingPages
@@ -73,7 +73,7 @@ def test_a_load_that_did_not_begin_costs_its_batch_alone(
         with monkeypatch.context() as patch:
             patch.setattr(rig.stored_pool.store, "load", raising(LATE))
             assert not rig.restore(names(4), range(4, 8))
-        assert rig.stored_pool.loads.in_use == 0
+        assert in_use(rig.stored_pool.loads) == 0
         monkeypatch.setattr(rig.linker, "_timeout_s", 30.0)
         assert rig.restore(names(4), range(4, 8))
         assert rig.content(range(4, 8)) == want
@@ -95,9 +95,9 @@ def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
             assert not rig.restore(names(4), range(4, 8))
             return
         assert not rig.restore(names(4), range(4, 8))
-        assert rig.stored_pool.loads.in_use == 4
+        assert in_use(rig.stored_pool.loads) == 4
         go.set()
-        assert rig.stored_pool.loads.in_use == 0
+        assert in_use(rig.stored_pool.loads) == 0
 
 
 def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
@@ -154,11 +154,11 @@ def test_read_ahead_goes_on_after_a_read_that_went_wrong(
         monkeypatch.setattr(rig.linker.ahead, "_measured", broken)
         assert rig.lookup(names(4), "one") == 4
         wait_for(lambda: "read-ahead: RuntimeError" in rig.linker.error_log.counts)
-        wait_for(lambda: not rig.linker.ahead.held and not rig.stored_pool.loads.in_use)
+        wait_for(lambda: not kept_ahead(rig.linker.ahead) and not in_use(rig.stored_pool.loads))
         monkeypatch.setattr(rig.linker.ahead, "_measured", worth)
-        before = rig.linker.ahead.pages_read
+        before = ahead_pages(rig.linker)
         assert rig.lookup(names(8)[4:], "two") == 4
-        wait_for(lambda: rig.linker.ahead.pages_read == before + 4)
+        wait_for(lambda: ahead_pages(rig.linker) == before + 4)
 
 
 def test_reads_come_back_while_objects_are_still_proven(

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import make_model
 from server_modes import HICACHE, LINKER, Mode, near, prompts
 from sglang_server import Server
+
+import tutti
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 CPUS = sorted(os.sched_getaffinity(0))
@@ -76,3 +79,27 @@ def test_two_ranks_of_tensor_parallelism(
         mode.served(computed, replies, 576)
         assert all(near(a, b) for a, b in zip(computed, replies, strict=True))
     assert len(list((tmp_path / "pools").glob("*.tutti"))) == 2
+
+
+@pytest.mark.parametrize("mode", [HICACHE, LINKER], ids=lambda mode: mode.name)
+@needs_two
+def test_ranks_of_a_latent_share_one_copy(
+    mode: Mode, agent: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Both offer every page; one of the offers is written."""
+    model = make_model(tmp_path_factory.mktemp("latent"), kind="mla")
+    asked = prompts(seed, 2)
+    arguments = [*mode.arguments(agent, capacity="48MiB"), "--tp", "2"]
+    with Server(
+        model, tmp_path / "log", arguments, page_size=128, overlap=False, env=bound()
+    ) as server:
+        computed = [server.ask(prompt) for prompt in asked]
+        server.settle()
+        server.flush()
+        mode.served(computed, [server.ask(prompt) for prompt in asked], 512)
+        server.settle()
+    (_,) = (tmp_path / "pools").glob("*.tutti")
+    with tutti.connect(agent.removeprefix("unix:")) as store:
+        stats = store.stats()
+    assert stats["present"] >= stats["stored"] > 0
+    assert stats["stored"] == stats["capacity_objects"] - stats["free_objects"]

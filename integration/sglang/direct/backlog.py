@@ -22,7 +22,8 @@ from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
-from tutti.errors import ConfigError, DeviceTimeout, TuttiError
+from tutti.errors import ConfigError, CudaError, DeviceTimeout, TuttiError
+from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
@@ -76,6 +77,7 @@ class Chains:
 
 
 _IDLE_S = 60.0
+_POLL_S = 0.05
 #: Kinds of drops, and what to do.
 _FULL = (
     "backlog: full",
@@ -178,6 +180,7 @@ class Backlog(Owned):
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
         self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # that are not over, by name
+        self._leaving: dict[str, tuple[Gpu, Pages]] = {}  # staging of copies that were given up
         self._numbers = itertools.count(1)
         self._locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
@@ -204,12 +207,6 @@ class Backlog(Owned):
         """Pages of SGLang that the medium may read, or that wait to be copied out."""
         with self._changed:
             return self._locked
-
-    @property
-    def active(self) -> int:
-        """Parts of offloads that are not over."""
-        with self._changed:
-            return len(self._parts)
 
     def add(self, parts: Sequence[OffloadPart], fence: Fence, *, whole: bool = True) -> None:
         """Takes one offload, whose pages may be read when ``fence`` has passed.
@@ -255,6 +252,14 @@ class Backlog(Owned):
         with self._changed:
             return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
+    def finish(self) -> None:
+        """Waits until all is over.  Raises DeviceTimeout: SGLang's pages may still be in use."""
+        if not self.wait_quiet(self._timeout_s):
+            raise DeviceTimeout(
+                f"pages are still being stored after {self._timeout_s:g} s, and their memory may"
+                " not go; restart the server"
+            )
+
     def reset(self, timeout_s: float) -> bool:
         """Waits for transfers and forgets completions; whether none of SGLang's pages is in use."""
         self.wait_quiet(timeout_s)
@@ -297,13 +302,27 @@ class Backlog(Owned):
     def _run_copies(self) -> None:
         ended = False
         while not ended:
+            self._end_late()
             try:
-                name = self._copies.get(timeout=_IDLE_S)
+                name = self._copies.get(timeout=_POLL_S if self._leaving else _IDLE_S)
             except queue.Empty:
                 continue
             ended = name is None  # the end mark of close()
             if name is not None:
                 self._copy(name, *self._parts[name])
+
+    def _end_late(self) -> None:
+        """Ends the parts that a GPU did not copy out in time, once it does not any more."""
+        for name, (gpu, staged) in list(self._leaving.items()):
+            try:
+                if not gpu.driver.is_stream_done(gpu.leaving):
+                    return
+            except CudaError:
+                return  # a GPU in error says nothing more: what it may use stays locked
+            del self._leaving[name]
+            offload, part = self._parts[name]
+            part.stored_pool.stores.release(staged)
+            self._end(name, offload, part)
 
     def _copy(self, name: str, offload: Offload, part: OffloadPart) -> None:
         """Copies a part out, so that SGLang may reuse its pages."""
@@ -317,15 +336,14 @@ class Backlog(Owned):
         except Exception as error:
             self._errors.add(f"offload: {type(error).__name__}", error)
             self._queue.post(WriteGone(self._queue.now_ns(), name))
-            if staged is not None and part.stored_pool.gpu is not None:
-                # The GPU may still read the pages and write the staging: they are never released.
-                with self._changed:
-                    self._parts.pop(name)
-                    self._changed.notify_all()
+            part.good = False
+            gpu = part.stored_pool.gpu
+            if staged is not None and gpu is not None:
+                # It may still read the pages and write the staging.
+                self._leaving[name] = gpu, staged
                 return
             if staged is not None:
                 part.stored_pool.stores.release(staged)
-            part.good = False
             self._end(name, offload, part)
             return
         self._unlock(offload, part)

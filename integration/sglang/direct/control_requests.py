@@ -13,12 +13,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, TuttiError
+from tutti.integration.sglang import storages
 
 _log = logging.getLogger(__name__)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _BACKEND = "hicache_storage_backend"
+_KV = "kv_cache"  # SGLang's tag of that memory
 
 #: The linkers of this process, attached and detached.
 LINKERS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,20 +37,67 @@ def activate() -> None:
         (_SCHEDULER + "clear_hicache_storage_wrapped", _clear),
         (_SCHEDULER + "detach_hicache_storage_wrapped", _detach),
         (_SCHEDULER + "attach_hicache_storage_wrapped", _attach),
+        (_UPDATER + "release_memory_occupation", _release),
         (_TOKENIZER + "record_config_updates", _record),
         (_TOKENIZER + "config_value", _value),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def _hook(what: str, output: str, action: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """Does it to every linker, of an idle scheduler alone.  output: SGLang's type of the answer."""
+def _of_sglang(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    return original(scheduler, request)
+
+
+def _clear_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """SGLang does not look at the storage's answer and reports success."""
+    answer = original(scheduler, request)
+    if storages.clear_failed(scheduler):
+        answer.success = False
+    return answer
+
+
+def _detach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Before SGLang ends the other threads of the storage and then fails at one that is held."""
+    if storages.held(scheduler):
+        from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
+
+        message = "detach: the device still holds host pages of a load; try again when it answered"
+        return DetachHiCacheStorageReqOutput(success=False, message=message)
+    return original(scheduler, request)
+
+
+def _attach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """A stage passes a request on when it is done with it, but in this one it waits for the next.
+
+    So SGLang 0.5.23 never ends an attach with stages, whatever the storage.
+    """
+    tree = scheduler.tree_cache
+    attaches = scheduler.enable_hierarchical_cache and not getattr(tree, "enable_storage", False)
+    stages = getattr(tree, "pp_size", 1)
+    if attaches and stages > 1 and request.hicache_storage_backend == "dynamic":
+        from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+        message = "attach: with pipeline stages a storage is attached at the start; restart"
+        return AttachHiCacheStorageReqOutput(success=False, message=message)
+    return original(scheduler, request)
+
+
+def _hook(
+    what: str,
+    output: str,
+    action: Callable[[Any, Any], None],
+    of_hicache: Callable[..., Any] = _of_sglang,
+) -> Callable[..., Any]:
+    """Does it to every linker, of an idle scheduler alone.
+
+    output: SGLang's type of the answer.  of_hicache: the hook without a linker.
+    """
 
     def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
         from sglang.srt.managers import io_struct
 
         if not LINKERS:
-            return original(scheduler, request)
+            return of_hicache(original, scheduler, request)
         done, message = True, f"{what}: done"
         try:
             if not scheduler.is_fully_idle():
@@ -56,6 +106,9 @@ def _hook(what: str, output: str, action: Callable[[Any, Any], None]) -> Callabl
                 action(linker, request)
         except TuttiError as error:
             done, message = False, f"{what}: {error}"
+        except Exception as error:  # of the file system, or the driver: the scheduler must live
+            _log.exception("Tutti: %s failed", what)
+            done, message = False, f"{what}: {type(error).__name__}: {error}"
         _log.info("Tutti: %s", message)
         more = {} if what == "clear" else {"message": message}
         return getattr(io_struct, output)(success=done, **more)
@@ -63,13 +116,29 @@ def _hook(what: str, output: str, action: Callable[[Any, Any], None]) -> Callabl
     return answer
 
 
-_clear = _hook("clear", "ClearHiCacheReqOutput", lambda linker, _: linker.clear())
-_detach = _hook("detach", "DetachHiCacheStorageReqOutput", lambda linker, _: linker.detach())
+_clear = _hook("clear", "ClearHiCacheReqOutput", lambda linker, _: linker.clear(), _clear_hicache)
+_detach = _hook(
+    "detach", "DetachHiCacheStorageReqOutput", lambda linker, _: linker.detach(), _detach_hicache
+)
 _attach = _hook(
     "attach",
     "AttachHiCacheStorageReqOutput",
     lambda linker, asked: linker.attach(_options(asked.hicache_storage_backend_extra_config_json)),
+    _attach_hicache,
 )
+
+
+def _release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """SGLang unmaps its KV before it flushes its cache: nothing may move from or to it then.
+
+    Raises DeviceTimeout where the device does not end what it does.
+    """
+    if not request.tags or _KV in request.tags:
+        if storages.held(manager.scheduler):  # SGLang would not hear that it is not flushed
+            raise DeviceTimeout("the device still holds host pages of a load; end this server")
+        for linker in list(LINKERS):
+            linker.backlog.finish()
+    return original(manager, request)
 
 
 def _options(text: str | None) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -125,16 +125,21 @@ class Gpu:
         engine: HostEngine | DeviceEngine
         if choice.kind == "host":
             share, count = self.share, self._streams_each()
-            engine = HostEngine(
-                self.driver,
-                store.engine,
-                mover=self._mover_for(store),
-                verifier=self._verifier_for(store, staging),
-                load_staging_nbytes=staging.nbytes,
-                store_staging_nbytes=staging.nbytes,
-                load_streams=count if share is None else share.create_streams(count),
-                store_streams=count if share is None else share.create_streams(count),
-            )
+            with ExitStack() as undo:
+                verifier = self._verifier_for(store, staging)
+                if verifier is not None:
+                    undo.callback(verifier.close)
+                engine = HostEngine(
+                    self.driver,
+                    store.engine,
+                    mover=self._mover_for(store),
+                    verifier=verifier,
+                    load_staging_nbytes=staging.nbytes,
+                    store_staging_nbytes=staging.nbytes,
+                    load_streams=count if share is None else share.create_streams(count),
+                    store_streams=count if share is None else share.create_streams(count),
+                )
+                undo.pop_all()
         else:
             engine = DeviceEngine(
                 self.driver,

@@ -28,7 +28,7 @@ Views = list[list[npt.NDArray[np.uint8]]]
 
 #: Where pools may lie: in host memory, or in a GPU's that CUDA addresses.
 _DEVICES = ("cpu", "cuda")
-_HICACHE = "serve this model in Tutti's HiCache mode instead"
+_HICACHE = "serve this model in Tutti's HiCache mode instead (which does not take DeepSeek-V4)"
 _LBA_NBYTES = 4096
 
 
@@ -137,6 +137,9 @@ class KvPool:
     def _shape(self, entry: adapter.DevicePoolEntry) -> PageShape:
         pool = entry.device_pool
         kind, dims = _kind_of(pool)
+        dtypes = [_dtype_name(buffer.dtype) for buffer in self._owner[0]]
+        if len(set(dtypes)) > 1:  # types of one size could change places, or one of them alone
+            kind = "-".join((kind, *dtypes))
         layers = len(self.spans)
         sizes = tuple(span.nbytes for span in self.spans[0])
         if self.packed:

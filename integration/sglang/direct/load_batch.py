@@ -36,7 +36,7 @@ class QueuedLoad:
 
 
 def plan_loads(
-    stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead | None, batch: str = ""
+    stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead, batch: str = ""
 ) -> PoolReadPlan:
     """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
     the first page that wants it.
@@ -47,13 +47,13 @@ def plan_loads(
     names: dict[bytes, int] = {}
     row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
     _, first = np.unique(row_of, return_index=True)
-    taken = {} if ahead is None else ahead.take(stored_pool, list(names))
+    taken = ahead.take(stored_pool, list(names))
     copies = _copies_of_staged(taken, row_of, pages)
     reads = list({id(read): read for read, _ in taken.values()}.values())
     rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
     if not rest.size:
         return PoolReadPlan([], reads, copies)
-    if ahead is not None and not stored_pool.reads_directly:
+    if not stored_pool.reads_directly:
         ahead.make_room(stored_pool, rest.size)
     place = np.full(len(names), -1, np.int64)
     staging = None if stored_pool.reads_directly else stored_pool.loads.allocate(rest.size)
@@ -64,7 +64,6 @@ def plan_loads(
         copies.append(Copy(read, place[row_of[wanted]], pages[wanted]))
     elif stored_pool.memory is None:
         for held in reads:
-            assert ahead is not None, "what was taken came from there"
             ahead.release(held)
         raise DeviceTimeout(
             f"{rest.size} pages of pool {stored_pool.name} need staging, and only "
@@ -114,7 +113,7 @@ class LoadBatch(Owned):
         *,
         rids: Sequence[str] = (),
         name: str = "",
-        ahead: ReadAhead | None,
+        ahead: ReadAhead,
         fence: Fence,
         timeout_s: float,
         gpu: Gpu | None = None,
@@ -178,9 +177,8 @@ class LoadBatch(Owned):
         finally:
             if self._copier is not None:
                 self._copier.end()
-            if self._ahead is not None:
-                for rid in self.rids:
-                    self._ahead.forget(rid)
+            for rid in self.rids:
+                self._ahead.forget(rid)
             self._started.set()
 
     def _wanted(self) -> list[tuple[StoredPool, Keys, Pages]]:
@@ -259,7 +257,6 @@ class LoadBatch(Owned):
         safe = self._copier is None or self._copier.wait_over(left)
         for plan in self._plans if safe else ():
             for read in plan.ahead:
-                assert self._ahead is not None, "what was taken came from there"
                 self._ahead.release(read)
             for read in plan.fresh:
                 if read.staged:

@@ -60,7 +60,7 @@ class Lookups:
         self,
         stored_pools: Sequence[StoredPool],
         admission: Admission,
-        ahead: ReadAhead | None,
+        ahead: ReadAhead,
         log_error: Callable[[str, object], None],
     ) -> None:
         self._by_page = [
@@ -84,11 +84,11 @@ class Lookups:
         windows = [self._window(rid, s, wanted[:pages], transfers) for s in self._states]
         for stored_pool in self._by_page:
             stored_pool.metrics.count("hit_pages", pages)
-            stored_pool.metrics.count("miss_pages", len(keys) - pages)
+            stored_pool.metrics.count("miss_pages", len(wanted) - pages)
         good = restorable(pages, windows)
         best = int(np.flatnonzero(good)[-1]) if good.any() else 0
         staged = 0
-        if self._ahead is not None and self._admission.timed and best:
+        if self._admission.timed and best:
             staged = self._ahead.staged_pages(self._by_page[0], wanted[:best])
         least, most = self._admission.bounds(staged, pages=best - staged, asked=len(keys))
         good[:least] = False

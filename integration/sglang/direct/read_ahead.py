@@ -103,7 +103,6 @@ class ReadAhead(Owned):
         self._piece: _Piece | None = None
         self._wake = threading.Event()
         self._stop = False
-        self.pages_read = 0
         self._thread: threading.Thread | None = None
         if self._limit_nbytes and any(stored_pool.loads.pages for stored_pool in stored_pools):
             self._queue = Dispatcher.join(schedule, Guard())
@@ -203,12 +202,6 @@ class ReadAhead(Owned):
             thread.join(timeout_s)
             self._queue.detach(self._prefix)
             self._queue.leave()
-
-    @property
-    def held(self) -> int:
-        """Pages of staging that are kept for requests or batches."""
-        with self._changed:
-            return sum(len(staged.read.keys) for staged in self._staged)
 
     def read(self, launch: Issue) -> None:
         """See LoadIssuer."""
@@ -350,11 +343,10 @@ class ReadAhead(Owned):
             metrics = staged.read.stored_pool.metrics
             layers = staged.read.stored_pool.store.layout.layers
             self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
-            metrics.count("ahead_pages", len(staged.read.keys))
             # Here and not with the batches that use it, which may be several, or none.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
-            self.pages_read += len(staged.read.keys)
+            metrics.count("ahead_pages", len(staged.read.keys))
             if not staged.read.stored_pool.kv_pool.trailing:
                 self._measured(staged.read.nbytes, duration_s)
             return

@@ -64,11 +64,6 @@ class StagingPages(Owned):
             self._reclaim()
             return int(self._free.size)
 
-    @property
-    def in_use(self) -> int:
-        """Pages that are not free."""
-        return self.pages - self.free
-
     def _reclaim(self) -> None:
         waiting, over = [], [self._free]
         for is_over, pages in self._retired:

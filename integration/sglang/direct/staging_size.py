@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.base.memory_pressure import read_memory
+from tutti.base.memory_pressure import total_nbytes
 from tutti.base.units import MiB, format_nbytes
 from tutti.gio_uring.gpu.stream_queue import Needed
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
@@ -16,8 +16,9 @@ from tutti.integration.sglang.identity import ParallelRank
 _LAYERS = 4
 _FLOOR_NBYTES = 64 * MiB
 _CEILING_NBYTES = 4096 * MiB
-#: Of the node's free memory, for one direction of all pools of all ranks.
-_FREE_SHARE = 1 / 16
+#: Of the node's memory, for one direction of all pools of all ranks.  Not of what is free: a device
+#: engine loads no more than fits, and ranks must answer a load alike.
+_NODE_SHARE = 1 / 16
 _LBA_NBYTES = 4096
 
 
@@ -37,14 +38,12 @@ def staging_sizes(
     options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> dict[str, StagingSize]:
     """Sizes for every pool.  Pools of states and windows have few pages per context, so they get
-    the minimum.  The ranks of a node share its memory.
+    the minimum.  The ranks of a node share its memory, and get the same sizes.
     """
     asked = options["gpu_staging"]
     by_page = [pool for pool in group.pools.values() if not pool.trailing]
-    free_nbytes = (
-        read_memory().free_nbytes * _FREE_SHARE / parallel_rank.place_on_node[1] / len(by_page)
-    )
-    ceiling = int(min(_CEILING_NBYTES, free_nbytes))
+    share = total_nbytes() * _NODE_SHARE / parallel_rank.place_on_node[1] / len(by_page)
+    ceiling = int(min(_CEILING_NBYTES, share))
     sizes = {}
     for pool in group.pools.values():
         pages = min(pool.pages, -(-group.context_tokens // group.page_size))
@@ -56,7 +55,7 @@ def staging_sizes(
             nbytes,
             needed.pages,
             f"{format_nbytes(nbytes)} for loads and for stores each, "
-            f"{'as given' if asked else 'by context length and free memory'}; "
+            f"{'as given' if asked else 'by context length and memory of the node'}; "
             f"{'enough' if nbytes >= wanted else 'not enough'} for {_LAYERS} layers of two "
             f"transfers of {needed.pages * pool.slots} tokens",
         )

@@ -41,6 +41,11 @@ class PageFragments:
 
     def __init__(self, host_pool: Any, name: str) -> None:
         """Raises Unsupported when the pool's pages cannot be addressed by arithmetic."""
+        if not hasattr(host_pool, "page_num"):
+            raise Unsupported(
+                f"host pool {name!r} ({type(host_pool).__name__}) has no pages of its own in "
+                "memory, so HiCache cannot keep this model's KV in Tutti; use the linker"
+            )
         layout = getattr(host_pool, "layout", None)
         if layout not in LAYOUTS:
             raise Unsupported(
@@ -103,7 +108,7 @@ def shape_of(host_pool: Any, name: str, fragments: PageFragments) -> PageShape:
     found = [getattr(host_pool, attribute, None) for attribute in heads]
     return PageShape(
         pool=name,
-        kind="mla" if hasattr(host_pool, "kv_lora_rank") else type(host_pool).__name__,
+        kind=_kind_of(host_pool),
         layers=fragments.layers,
         model_layers=fragments.layers if fragments.layers > 1 else fragments.model_layers,
         first_layer=int(getattr(host_pool, "start_layer", 0) or 0),
@@ -113,6 +118,13 @@ def shape_of(host_pool: Any, name: str, fragments: PageFragments) -> PageShape:
         order=fragments.layout,
         dims=[int(dim) for dim in found if isinstance(dim, int) and dim > 0],
     )
+
+
+def _kind_of(host_pool: Any) -> str:
+    """What the bytes mean.  A pool of Mamba states has two types, of which `dtype` is one."""
+    kind = "mla" if hasattr(host_pool, "kv_lora_rank") else type(host_pool).__name__
+    states = getattr(host_pool, "temporal_dtype", None)
+    return kind if states is None else f"{kind}-{str(states).removeprefix('torch.')}"
 
 
 def host_pool_of(layout: KVLayout, fragments: PageFragments, owner: Any) -> HostMemory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -71,9 +72,16 @@ class HostStore:
         self._timeout_s = 4 * timeout_s
         self._second_touch = SecondTouch(metrics) if second_touch else None
         self.events: DiskEvents | None = None  # set before use where they are wanted
+        self.pages_moved = False  # set when the host pool was moved to large pages
+        self._moving: set[int] = set()
         self._closed = False
         self._looked_up_s: float | None = None
         self._minutes = MinuteLog(metrics, self.error_log, time.monotonic())
+
+    @property
+    def moving(self) -> bool:
+        """Whether a thread loads or stores, and with it the device may use host pages."""
+        return bool(self._moving)
 
     def keys(self, hashes: Sequence[str]) -> Keys | None:
         """ObjectKeys of page hashes; None while it is not known which weights hold."""
@@ -113,7 +121,7 @@ class HostStore:
     def load(self, hashes: Sequence[str], host_indices: Any) -> list[bool]:
         """Reads pages into the host pool: which of them are there now, and right."""
         failed = [False] * len(hashes)
-        return self._guard("load", failed, lambda: self.read(hashes, self._pages(host_indices)))
+        return self._move("load", failed, lambda: self.read(hashes, self._pages(host_indices)))
 
     def put(
         self, hashes: Sequence[str], host_indices: Any, prefix: Sequence[str] | None = None
@@ -123,7 +131,7 @@ class HostStore:
         prefix: the hashes before the first one, from the beginning of the sequence.
         """
         failed = [False] * len(hashes)
-        return self._guard(
+        return self._move(
             "store", failed, lambda: self.write(hashes, self._pages(host_indices), prefix)
         )
 
@@ -157,10 +165,14 @@ class HostStore:
         prefix: Sequence[str] | None = None,
         pool: HostMemory | None = None,
     ) -> list[bool]:
-        """As `put`, from pages of any registered pool.  Raises TuttiError."""
+        """As `put`, from pages of any registered pool.  Raises TuttiError.
+
+        What was offered for the first time, or has no namespace, is True too. What was dropped is
+        not: it ends SGLang's operation, and pages behind it would not be found.
+        """
         keys = self.keys(hashes)
         if keys is None or not hashes:
-            return [False] * len(hashes)
+            return [True] * len(hashes)
         wanted = np.ones(len(keys), np.bool_)
         if self._second_touch is not None:
             wanted = self._second_touch.admitted(keys)
@@ -200,14 +212,14 @@ class HostStore:
         self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> list[bool]:
         """As `load`, into numbered pages of another registered pool."""
-        return self._guard("load", [False] * len(hashes), lambda: self.read(hashes, pages, pool))
+        return self._move("load", [False] * len(hashes), lambda: self.read(hashes, pages, pool))
 
     def put_pages(
         self, hashes: Sequence[str], pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> list[bool]:
         """As `put`, from numbered pages of another registered pool."""
         failed = [False] * len(hashes)
-        return self._guard("store", failed, lambda: self.write(hashes, pages, None, pool))
+        return self._move("store", failed, lambda: self.write(hashes, pages, None, pool))
 
     def staging(self, pages: int, order: str) -> HostMemory | None:
         """Fresh registered memory, or None when there is none."""
@@ -239,6 +251,9 @@ class HostStore:
         self.refresh()
         if (events := self.events) is not None:
             self._guard("events", None, lambda: events.check(self.store))
+        if self.pages_moved:
+            self.pages_moved = False
+            self._guard("pages", None, lambda: self.store.controller.read_page_sizes())
         self._minutes.tick(now_s)
         if self._looked_up_s is not None and now_s - self._looked_up_s > _IDLE_S:
             self._looked_up_s = None
@@ -308,6 +323,15 @@ class HostStore:
             self.metrics.moved(direction, pages, nbytes, duration_s)
         if direction == LOAD:
             self.metrics.count("failed_pages", moved.size - pages, direction)
+
+    def _move(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
+        """As `_guard`, and `moving` until it is over."""
+        thread = threading.get_ident()
+        self._moving.add(thread)
+        try:
+            return self._guard(what, default, action)
+        finally:
+            self._moving.discard(thread)
 
     def _guard(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
         """The answer of `action`, or `default` after any error: SGLang's threads must live."""

@@ -1,0 +1,116 @@
+"""What SGLang is answered, and by two ranks: what one of them cannot do, both of them say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import host_pools as hp
+import pytest
+
+from tutti.integration.sglang.direct import control_requests
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+
+HERE = Path(__file__).resolve().parent
+_S = 120
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the ranks says that it was answered."""
+    folder = tmp_path_factory.mktemp("ranks")
+    places = [str(HERE), str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "hicache_rank.py"), str(rank), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize(("what", "reason"), [("kv", "MiB"), ("sidecar", "--hicache-mem-layout")])
+def test_a_pool_of_one_rank_that_cannot_be_opened_fails_all(
+    said: list[dict[str, Any]], what: str, reason: str
+) -> None:
+    """A rank that fails alone leaves the others waiting in SGLang's next collective."""
+    for number, rank in enumerate(said):
+        error, open_pools = rank[what]
+        assert reason in error and open_pools == 0
+        assert ("tp1-" in error) == (number == 0), "the other rank says which one it was"
+
+
+def test_a_clear_that_failed_on_one_rank_is_not_answered_with_success(
+    said: list[dict[str, Any]],
+) -> None:
+    assert [rank["clear"] for rank in said] == [[True, False, True]] * 2
+
+
+def test_an_update_that_one_rank_fails_keeps_no_rank_waiting(said: list[dict[str, Any]]) -> None:
+    """SGLang flushes where it succeeded alone, so at the flush the ranks cannot ask each other."""
+    assert [rank["update"] for rank in said] == [[False, True], [None, None]]
+
+
+def test_no_rank_flushes_while_the_device_of_one_holds_a_load(said: list[dict[str, Any]]) -> None:
+    """A rank that does while another does not would match other prefixes from then on."""
+    assert [rank["flush"] for rank in said] == [[False, True]] * 2
+
+
+def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> None:
+    """Pages of its later batches would lie behind a hole, where no look-up finds them."""
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"write_budget": "2MiB"}), {})
+    storage.register_mem_pool_host(pool)
+    hp.fill(pool, seed)
+    hashes = [f"{i:064x}" for i in range(1, 9)]
+    answer = storage.batch_set_v1(hashes, hp.indices(pool, list(range(8))))
+    stored = storage.batch_exists(hashes)
+    assert 0 < stored < 8, "the budget is too small or too large: nothing is tested"
+    assert answer == [True] * stored + [False] * (8 - stored)
+    assert storage.counters()["kv"]["dropped_pages"] == 8 - stored
+    storage.close()
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_scheduling_and_the_page_cache_are_in_the_metrics(tmp_path: Path, chosen: bool) -> None:
+    """Scheduling without an option, the page cache with a share of the free memory."""
+    options = {"page_cache_share": 1.0} if chosen else {"profile": "off"}
+    storage = TuttiHiCacheStorage(hp.config(tmp_path, options=options), {})
+    storage.register_mem_pool_host(hp.mha_pool("page_first"))
+    found = storage.counters()["kv"]
+    storage.close()
+    assert (found["scheduling"] > 0) == chosen
+    assert (found["page_cache_bytes"] > 0) == chosen
+
+
+def test_an_attach_with_stages_is_refused() -> None:
+    """In SGLang the first stage waits for the next, which has not got the request."""
+    tree = SimpleNamespace(pp_size=2, enable_storage=False)
+    scheduler = SimpleNamespace(tree_cache=tree, enable_hierarchical_cache=True)
+    request = SimpleNamespace(hicache_storage_backend="dynamic")
+    answer = control_requests._attach(pytest.fail, scheduler, request)
+    assert not answer.success and "restart" in answer.message
+
+    def sglangs(*_: Any) -> str:
+        return "SGLang's"
+
+    tree.enable_storage = True  # only the policy changes
+    assert control_requests._attach(sglangs, scheduler, request) == "SGLang's"
+    scheduler = SimpleNamespace(tree_cache=object(), enable_hierarchical_cache=False)
+    assert control_requests._attach(sglangs, scheduler, request) == "SGLang's"
