@@ -9,17 +9,29 @@ block that came last, that is, not keep it at all. No policy has more `hits` on 
 references. A store that serves prefixes looks a request up before it stores the rest, so its hits
 all precede its misses and it, too, stays at or below MIN's `hits`. MIN's `prefix_hits` are no
 bound: MIN does not know that a block without its predecessors is useless.
+
+Published policies between the two come from the library libcachesim, where it is installed.
 """
 
 from __future__ import annotations
 
 import heapq
+import importlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tutti.errors import ConfigError
+
+#: Policies by libcachesim's names for them, which give each one's paper.
+PUBLISHED = (
+    *("ARC", "Cacheus", "Clock", "Clock2QPlus", "ClockPro", "FIFO", "GDSF", "Hyperbolic", "LFU"),
+    *("LFUDA", "LHD", "LIRS", "LRUK", "LeCaR", "MQ", "S3FIFO", "SLRU", "Sieve", "TwoQ", "WTinyLFU"),
+)
 
 Block = int
 Requests = Sequence[Sequence[Block] | npt.NDArray[np.uint64]]
@@ -105,6 +117,21 @@ class _Unlimited(_Counting):
         return hit
 
 
+class _Published(_Counting):
+    """A cache of libcachesim, whose objects are numbered from 1 in the order they come."""
+
+    def __init__(self, library: Any, name: str, capacity: int) -> None:
+        self._cache = getattr(library, name)(cache_size=capacity)
+        self._request = library.Request()
+        self._request.obj_size = 1
+        self._numbers: dict[Block, int] = {}
+
+    def reference(self, block: Block, place: int) -> bool:
+        self._request.obj_id = self._numbers.setdefault(block, len(self._numbers) + 1)
+        self._request.clock_time = place
+        return bool(self._cache.get(self._request))
+
+
 def minimum(requests: Requests, capacity: int) -> HitCount:
     """Belady's MIN with room for `capacity` blocks; O(n log n) in the number of references."""
     return _Minimum(requests, capacity).count(requests)
@@ -113,6 +140,17 @@ def minimum(requests: Requests, capacity: int) -> HitCount:
 def least_recently_used(requests: Requests, capacity: int) -> HitCount:
     """Plain LRU over single blocks."""
     return _LeastRecentlyUsed(capacity).count(requests)
+
+
+def published(requests: Requests, capacity: int) -> dict[str, HitCount]:
+    """What each policy of PUBLISHED hits.  Raises ConfigError without libcachesim."""
+    try:
+        library = importlib.import_module("libcachesim")
+    except ImportError as error:
+        raise ConfigError(
+            "published policies come from libcachesim; pip install libcachesim==0.3.5"
+        ) from error
+    return {name: _Published(library, name, capacity).count(requests) for name in PUBLISHED}
 
 
 def unlimited(requests: Requests) -> HitCount:

@@ -5,6 +5,8 @@ and a victim is free at once. A request looks up its blocks, loads the prefix th
 the rest, as `tutti replay` does. Three others are for comparison: plain LRU over single blocks,
 which knows neither runs nor a reserve; Belady's MIN, which knows the future
 (tutti/bench/belady.py); and "groups", LRU that takes whole groups and so keeps runs longest.
+`--published` adds policies from the literature, over single blocks as plain LRU: how near to MIN
+any of them comes that knows no more than a pool does.
 
 A policy passes when at every capacity it hits at least as often as plain LRU, when at the smallest
 capacity of a trace it covers a third of the distance from plain LRU to MIN, and when its runs are
@@ -76,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=sorted(POLICIES),
         help="policies to compare (default: all)",
     )
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="also play published policies over single blocks (pip install libcachesim)",
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
 
 
@@ -86,16 +93,20 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.out is not None:
         check_writable(args.out)
     traces = [(_name(trace), _requests(trace, args.requests)) for trace in args.trace]
-    cells = []
+    cells: list[dict[str, Any]] = []
+    published: list[dict[str, Any]] = []
     with progress("eviction", len(traces) * len(args.capacity)) as bar:
         for name, requests in traces:
             for share in sorted(args.capacity):
                 cells += _cells(name, requests, share, args)
+                if args.published:
+                    published.append(_published(cells[-1], requests))
                 bar.advance(1)
     result = {
         "benchmark": "eviction",
         "cells": cells,
         "missed": missed_bars(cells),
+        "published": published,
         "group_slots": args.group_slots,
         "machine": describe("."),
     }
@@ -125,8 +136,14 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """The bars that were missed."""
-    return [f"NOT REACHED: {text}" for text in result["missed"]] or ["every bar is reached"]
+    """The bars that were missed, and how far published policies come."""
+    missed = [f"NOT REACHED: {text}" for text in result["missed"]] or ["every bar is reached"]
+    return missed + [
+        f"best of {len(each['hit_rates'])} published policies, {each['trace']},"
+        f" {each['capacity_blocks']} blocks: {each['policy']}, {100 * each['hit_rate']:.1f} %,"
+        f" {gained(each):.2f} of the way to MIN"
+        for each in result["published"]
+    ]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -246,16 +263,14 @@ class Pool:
         index, free = self.index, self.allocator.free_slots
         if free >= self.reserve + extra:
             return
-        worth = self.history.worth(index.access, index.uses)
+        value = self.history.value
         view = EvictionView(
-            index.resident(), self._kept, index.access, index.depth, self.group_slots, worth
+            index.resident(), self._kept, index.access, index.depth, self.group_slots, value
         )
         victims = _POLICIES[self.policy].victims(view, 2 * self.reserve + extra - free)
         if victims.size == 0:
             return
-        left = index.resident()
-        left[victims] = False
-        self.history.evicted(victims, index.key[victims], left, index.uses)
+        self.history.evicted(victims, index.key[victims])
         victims = np.sort(victims)
         index.remove(victims)
         index.set_state(victims, SlotState.VOIDED)
@@ -298,6 +313,17 @@ def _cells(
             }
         )
     return cells
+
+
+def _published(cell: dict[str, Any], requests: Sequence[TraceRequest]) -> dict[str, Any]:
+    """The best published policy in a pool of the size of a cell's, and the hit rates of all."""
+    blocks = [request.hash_ids for request in requests]
+    counts = belady.published(blocks, cell["capacity_blocks"])
+    rates = {name: count.prefix_hit_rate for name, count in counts.items()}
+    best = max(rates, key=lambda name: rates[name])
+    keys = ("trace", "capacity_blocks", "lru_hit_rate", "minimum_hit_rate")
+    found = {key: cell[key] for key in keys}
+    return {**found, "policy": best, "hit_rate": rates[best], "hit_rates": rates}
 
 
 def _name(trace: str) -> str:

@@ -29,6 +29,11 @@ _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 _SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
 
+_GPU = "tutti/gio_uring/gpu"
+#: In folders above, but in no result that does not name it: making and replacing pools ends before
+#: anything is measured, and without a GPU none of its engines runs.
+_APART = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU)
+
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
@@ -40,7 +45,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
     "gpu": (
-        *(*_TRANSFERS, "kernels", "bench/gpu", "bench/gpu_memory.py", "bench/fio.py"),
+        *(*_TRANSFERS, _GPU, "kernels", "bench/gpu", "bench/gpu_memory.py", "bench/fio.py"),
         "bench/compare/paired.py",
     ),
     "kv_cache": (
@@ -78,7 +83,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "slack-file": (*_TRANSFERS, *_SLACK),
     "soak": ("kernels", "tutti", "tests/soak"),
     "submit": (
-        *("kernels/device", "tutti/gio_uring/gpu", "integration/sglang/direct"),
+        *("kernels/device", _GPU, "integration/sglang/direct"),
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
     ),
     "threads": (*_ENGINE, "bench/threads.py"),
@@ -109,7 +114,9 @@ def is_stale(name: str, result: dict[str, Any], root: Path) -> bool:
     commit = str(result["machine"]["commit"])
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD")[0] != 0:
         return True
-    among = ("--no-renames", "--name-only", commit, "--", *depends(name, result))
+    on = depends(name, result)
+    without = (f":(exclude){path}" for path in _APART if path not in on)
+    among = ("--no-renames", "--name-only", commit, "--", *on, *without)
     failed, changed = _git(root, "diff", *among)
     if failed:
         return True

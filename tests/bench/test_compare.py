@@ -369,6 +369,20 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     assert is_stale("threads", result, tmp_path)
 
 
+def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    code = tmp_path / "tutti/gio_uring/gpu/one.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    machine = {"commit": git("rev-parse", "HEAD")}
+    code.write_text("2")
+    for name, stale in (("submit", True), ("window", False)):
+        assert is_stale(name, {"benchmark": name, "machine": machine}, tmp_path) is stale
+
+
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
     page, result = tmp_path / "docs/results.md", tmp_path / "bench/results/ring.json"
     for file in (page, result):

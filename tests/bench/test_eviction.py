@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
-from tutti.bench import eviction
+from tutti.bench import belady, eviction
+from tutti.bench.belady import PUBLISHED
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
@@ -57,14 +60,14 @@ def test_a_scan_does_not_push_out_what_is_used_again() -> None:
         hits[policy] = pool.hits
         pool.index.check_integrity()
         pool.allocator.check_integrity()
-    assert hits["density"] >= hits["lru"]
+    assert hits["lfuda"] >= hits["lru"]
 
 
 def cell(**changes: object) -> dict[str, object]:
     facts: dict[str, object] = {
         "trace": "t",
         "capacity_blocks": 10,
-        "policy": "density",
+        "policy": "lfuda",
         "hit_rate": 0.4,
         "lru_hit_rate": 0.2,
         "minimum_hit_rate": 0.5,
@@ -96,3 +99,32 @@ def test_the_command(tmp_path: Path) -> None:
     assert "mean run" in eviction.report(result)
     with pytest.raises(ConfigError):
         eviction.run(parser.parse_args(["--capacity", "0"]), progress)
+
+
+def test_published_policies_say_how_far_a_policy_can_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    eviction.add_arguments(parser)
+    args = parser.parse_args(["--requests", "40", "--capacity", "0.2", "--published"])
+    monkeypatch.setitem(sys.modules, "libcachesim", None)
+    with pytest.raises(ConfigError, match="pip install libcachesim"):
+        eviction.run(args, progress)
+    library = SimpleNamespace(Request=SimpleNamespace, **dict.fromkeys(PUBLISHED, Kept))
+    monkeypatch.setitem(sys.modules, "libcachesim", library)
+    [best] = eviction.run(args, progress)["published"]
+    assert best["hit_rates"] == dict.fromkeys(PUBLISHED, best["lru_hit_rate"])
+    assert (
+        f"published policies, synthetic, {best['capacity_blocks']} blocks"
+        in eviction.notes_of({"missed": [], "published": [best]})[1]
+    )
+
+
+class Kept:
+    """Plain LRU, in the place of a cache of libcachesim."""
+
+    def __init__(self, cache_size: int) -> None:
+        self.lru = belady._LeastRecentlyUsed(cache_size)
+
+    def get(self, request: SimpleNamespace) -> bool:
+        return self.lru.reference(request.obj_id, request.clock_time)

@@ -155,6 +155,16 @@ def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: 
         run("paper", str(tmp_path / "none"), "--out", str(tmp_path))
 
 
+def test_the_measured_figure_is_of_the_measured_result(tmp_path: Path) -> None:
+    """The others are simulated."""
+    name = "residency.json"
+    result = json.loads((FIGURES.parents[1] / "bench" / "results" / name).read_text())
+    rows = checked(rows_of(result, RESIDENCY, name), RESIDENCY, name)
+    write_csv(tmp_path / "again.csv", rows, RESIDENCY)
+    committed = (FIGURES / "dual-blade-residency.csv").read_bytes()
+    assert (tmp_path / "again.csv").read_bytes() == committed, "run `tutti bench figures residency`"
+
+
 def test_batches_below_an_object_are_one_point() -> None:
     """Contexts of 16 and 64 tokens both move a page of 64."""
     rows = rows_of(bandwidth_result("file"), BANDWIDTH, "r", page_tokens=64)

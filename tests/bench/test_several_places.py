@@ -12,6 +12,7 @@ from loop_devices import Loop, loop_devices
 from tutti import cli
 from tutti.base.units import MiB
 from tutti.gio_uring.drives.device_content import contents
+from tutti.pool.pool_format import is_labelled
 
 SMALL = {
     "bandwidth": "bench bandwidth --shapes 2x16KiB --seconds 0.05 --capacity 24MiB --batch 1MiB"
@@ -81,3 +82,16 @@ def test_a_device_that_holds_anything(
     assert "XFS" in capsys.readouterr().err
     assert Path(devices[1]).read_bytes() == before
     assert len(before) == 32 * MiB
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_a_device_that_was_given_to_a_server(
+    command: str, devices: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["format", devices[1], "--for-server"]) == 0
+    words = words_of(command, devices, tmp_path)
+    assert cli.main(words) == 3
+    assert f"{devices[1]} holds the label of" in capsys.readouterr().err
+    assert is_labelled(devices[1])
+    run(capsys, [*words, "--force", str(tmp_path / "image1")])
+    assert not is_labelled(devices[1]), "devices are blank afterwards"
