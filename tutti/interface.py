@@ -189,11 +189,14 @@ class Store(ABC):
         *,
         memory: HostMemory | None = None,
         batch: str = "",
+        ahead: bool = False,
     ) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
 
         keys, pages, memory: as for ``put``.  batch: the step of the model that needs the pages, see
         ``StepBegan``, or the name of a load that the queue was told of and has issued.
+        ahead: nothing waits for the pages yet: host memory gets them after those of other loads,
+        until ``LoadTicket.wait_layer`` is called.
         Raises KeyMissing unless every key is in the pool, ConfigError for a page that is given to
         two keys, PagesInUse when it was aborted after a partial start and the device may still
         write into ``pages``; after any other error nothing does.

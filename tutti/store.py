@@ -225,10 +225,11 @@ class ObjectStore(Owned, Store):
         *,
         memory: HostMemory | None = None,
         batch: str = "",
+        ahead: bool = False,
     ) -> LoadTicket:
         array, paged = as_keys(keys), self._memory(memory)
         numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        return LoadTicket(self._queue.load(array, numbers, paged, batch))
+        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
@@ -251,7 +252,7 @@ class ObjectStore(Owned, Store):
         numbers = np.arange(len(keys), dtype=np.uint32)
         settled = True
         try:
-            progress = self._loader.load(keys, numbers, memory.memory)
+            progress = self._loader.load(keys, numbers, memory.memory, ahead=True)
             settled = progress.wait_settled(timeout_s)
         except PagesInUse as error:
             settled = error.wait_settled(timeout_s)

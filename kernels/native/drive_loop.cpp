@@ -109,17 +109,17 @@ void ServiceThread::accept(u64 clock_ns) {
   }
 }
 
-// When its layers are due; without a word on it, as fast as the drive delivers them.
+// Its next layer is due now, the others as fast as the drive delivers them.
 void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
-  part->due_ns = config.due_ns != 0 ? config.due_ns : clock_ns;
-  part->interval_ns = config.interval_ns;
   const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
                            << config.iocb.lba_shift;
   const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this thread's part
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
-  if (part->interval_ns == 0) part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
-  part->is_due = config.due_ns != kNeverDue && part->job->n_layers > 1;
+  part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
+  const u64 past_ns = part->next / part->n_runs * part->interval_ns;
+  part->due_ns = part->job->ahead ? kNeverDue : clock_ns - std::min(clock_ns, past_ns);
+  part->is_due = part->due_ns != kNeverDue && part->job->n_layers > 1;
   const bool is_long = nbytes * part->job->n_layers > kShortNbytes;
   if (is_long && part->is_due && loads_due_ == 0 && active_.empty()) {
     opening_ = part, opening_ns_ = clock_ns, opening_nbytes_ = 0;
@@ -141,6 +141,7 @@ void ServiceThread::list(Part* part) {
   const u64 layer = part->next / part->n_runs;
   u64 due_ns = 0;
   if (priority == kLoads) {
+    if (part->due_ns == kNeverDue && !part->job->ahead) begin_load(part, clock_ns());
     due_ns = part->due_ns == kNeverDue ? kNeverDue : part->due_ns + layer * part->interval_ns;
     if (layer + 1 >= part->job->n_layers) end_due(part);
   }
@@ -359,7 +360,10 @@ void ServiceThread::run_attention() {
     for (auto turn = ready.begin(); turn != ready.end();) {
       const auto here = turn++;
       Part* part = here->part;
-      if (part->job->done) part->place = ready.extract(here);
+      const bool is_waited = part->due_ns == kNeverDue && !part->job->ahead;
+      if (!part->job->done && !is_waited) continue;
+      part->place = ready.extract(here);
+      if (!part->job->done) list(part);
     }
   }
   list_granted();

@@ -10,6 +10,8 @@
 
 namespace gio {
 
+constexpr u64 kNeverDue = ~u64{0};
+
 // One service thread's part of a job.  Used by that thread only.
 struct Part {
   explicit Part(Job* its_job) : job(its_job), place(of_its_own()) {}
@@ -33,7 +35,7 @@ struct Part {
   u64 next = 0;  // command, layer-major
   u64 n_commands = 0;
   u64 order = 0;        // of arrival
-  u64 due_ns = 0;       // of layer 0
+  u64 due_ns = 0;       // of layer 0; kNeverDue: nothing waits for the layers
   u64 interval_ns = 0;  // from layer to layer
   u64 blocked_ns = 0;   // since when the mover is behind
   u32 outstanding = 0;

@@ -50,6 +50,7 @@ Job::Job(const JobConfig& c)
       submitted_ns(monotonic_ns()),
       refs(1),
       gate(c.gated == 0),
+      ahead(c.ahead != 0),
       place{c.tag},
       granted(c.held != 0 ? 0 : c.iocb.n_layers) {
   const u32 ends = c.iocb.n_runs * (digests_early ? 2 : 1);
@@ -162,6 +163,7 @@ int Engine::wait(u64 timeout_ns, Ready ready) {
 }
 
 int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
+  if (job->ahead && job->ahead.exchange(false)) attend();
   const auto ready = [&] {
     if (layers < job->waited) job->waited = layers;  // before the look: pairs with notify
     return job->layers_ready >= layers || job->done;

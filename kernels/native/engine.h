@@ -26,7 +26,6 @@ enum Priority : u32 { kRecords = 0, kLoads = 1, kStores = 2, kPriorities = 3 };
 
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
-constexpr u64 kNeverDue = ~u64{0};
 constexpr u64 kReport = u64{1} << 63;  // with a tag of gio_engine_next: layers arrived
 
 // Plain data, mirrored by tutti/gio_uring/engine.py, as are all structs up to Completed.  The
@@ -43,14 +42,13 @@ struct JobConfig {
   u32 window;       // with words: layer l is issued once `moved` + window > l
   u64 words;        // LayerWords for a mover, zeroed by the caller; or 0
   u64 layer_ns;     // u64[n_layers], when each layer became ready, by the controller's clock; or 0
-  u64 due_ns;  // loads: when layer 0 is needed, same clock; 0 = now, kNeverDue = not waited for
-  u64 interval_ns;  // from one layer to the next; 0 = as fast as the drive delivers
-  u64 held;         // 1: no layer is issued before gio_job_grant, or timeout_ns
+  u32 held;         // 1: no layer is issued before gio_job_grant, or timeout_ns
+  u32 ahead;        // loads: 1: after those that are waited for, until this is waited for too
   u64 then;  // JobConfig* of what begins once all of this went well, and is released with it; or 0
   u64 before_then;  // void(u64 context), called before, on whatever thread ended this
   u64 context;
 };
-static_assert(sizeof(JobConfig) == 232, "layout shared with Python");
+static_assert(sizeof(JobConfig) == 216, "layout shared with Python");
 
 struct JobReport {
   u64 submitted_ns;  // CLOCK_MONOTONIC
@@ -138,6 +136,7 @@ struct Job {
   std::atomic<bool> cancel{false};
   std::atomic<u32> layers_ready{0};
   std::atomic<u32> waited{~0u};  // the fewest layers ready that were waited for
+  std::atomic<bool> ahead;       // nothing has waited for its layers yet
   std::atomic<u32> status{0};
   std::atomic<bool> done{false};
   std::atomic<bool> released{false};

@@ -34,6 +34,7 @@ gio::JobConfig config_of(const tutti_slot_job& job, uint64_t n) {
   config.timeout_ns = job.timeout_ns;
   config.priority = job.priority;
   config.held = job.held;
+  config.ahead = job.ahead;
   return config;
 }
 

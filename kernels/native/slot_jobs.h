@@ -30,7 +30,8 @@ struct tutti_slot_job {
   uint32_t flags;
   uint32_t priority;
   uint32_t digest;
-  uint64_t held;
+  uint32_t held;
+  uint32_t ahead;
 };
 
 // Words of 8 bytes that a job of n slots needs: status u32[n], then its runs.

@@ -10,7 +10,7 @@ import pytest
 from memory_controller import Faults, MemoryController, Parallelism
 
 from tutti.base.units import KiB, MiB
-from tutti.gio_uring.engine import NEVER_DUE, PRIORITY_LOAD, Engine
+from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
@@ -53,7 +53,7 @@ class Rig:
         self.controller.close()
 
     def submit(
-        self, pages: int, due_ns: int = 0, opcode: int = OPCODE_READ
+        self, pages: int, *, ahead: bool = False, opcode: int = OPCODE_READ
     ) -> tuple[Job, np.ndarray]:
         extents = Extents([0], [1], [pages], SLICE_NLB, PAGES * SLICE_NLB)
         ready = np.zeros(LAYERS, np.uint64)
@@ -64,7 +64,7 @@ class Rig:
             numbers,
             self.memory,
             priority=PRIORITY_LOAD,
-            due_ns=due_ns,
+            ahead=ahead,
             layer_ns=ready,
         )
         return job, ready
@@ -129,7 +129,7 @@ def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: 
     rig = make(window_nbytes=COMMAND_NBYTES)
     rig.controller.limit(rig.controller.now_ns)  # time stands still until all have arrived
     first, first_ns = rig.submit(PAGES)
-    ahead, ahead_ns = rig.submit(PAGES, due_ns=NEVER_DUE)
+    ahead, ahead_ns = rig.submit(PAGES, ahead=True)
     second, second_ns = rig.submit(PAGES)
     while rig.engine.stats().jobs < 3:
         pass
@@ -140,6 +140,20 @@ def test_layers_of_all_loads_are_issued_as_they_are_due(make) -> None:  # type: 
     assert first_ns[LAYERS // 2] < second_ns[-1]
     assert second_ns[LAYERS // 2] < first_ns[-1]
     assert ahead_ns[1] > max(first_ns[-1], second_ns[-1])
+
+
+def test_a_load_ahead_that_is_waited_for_takes_its_turn(make) -> None:  # type: ignore[no-untyped-def]
+    rig = make(window_nbytes=COMMAND_NBYTES)
+    rig.controller.limit(rig.controller.now_ns)
+    first, first_ns = rig.submit(PAGES)
+    ahead, ahead_ns = rig.submit(PAGES, ahead=True)
+    while rig.engine.stats().jobs < 2:
+        pass
+    assert not ahead.wait_layers(1, 0.01)
+    rig.controller.limit(FOREVER)
+    for job in (first, ahead):
+        assert job.wait_released(20)
+    assert ahead_ns[LAYERS // 2] < first_ns[-1]
 
 
 def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(make) -> None:  # type: ignore[no-untyped-def]

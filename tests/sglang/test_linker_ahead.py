@@ -56,6 +56,21 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         assert rig.linker.metrics.snapshot()["ahead_unused_pages"] == 4
 
 
+def test_what_is_read_ahead_comes_after_other_loads(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        stored(rig, 10)
+        orders: list[bool] = []
+        store = rig.stored_pool.store
+        load = store.load
+        store.load = lambda *args, **how: (orders.append(how["ahead"]), load(*args, **how))[1]
+        assert rig.lookup(names(4)) == 4
+        quiet(rig, 4)
+        assert set(orders) == {True}
+        orders.clear()
+        assert rig.restore(names(10)[4:], range(20, 26))
+        assert set(orders) == {False}
+
+
 def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
     share = 4.5 / (2 * 2**20 // OBJECT)
     with Rig(tmp_path, read_ahead_share=share) as rig:

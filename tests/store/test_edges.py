@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +347,26 @@ def test_a_process_may_end_without_close(what: str, tmp_path: Path) -> None:
 def test_a_slice_that_commands_cannot_count_is_refused() -> None:
     with pytest.raises(ConfigError, match="slice size"):
         Geometry(1, (1 << 30,) * 4, 4096, 1, 1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_load_ahead_comes_after_one_that_is_waited_for(
+    rng: np.random.Generator, ahead: bool
+) -> None:
+    """Both are under way before the drive answers the first command."""
+    controller = controller_of(formatted())
+    with opened([], controller=controller, window_nbytes=4096) as store:
+        store.allocate_memory(24)
+        keys = some_keys(rng, 16)
+        assert store.put(keys, np.arange(16)).wait(10).stored == 16
+        ended: list[str] = []
+        controller.set_faults(Faults(stall_from=1))
+        for name, first, is_ahead in (("first", 0, ahead), ("second", 8, False)):
+            ticket = store.load(
+                keys[first : first + 8], np.arange(first, first + 8), ahead=is_ahead
+            )
+            ticket.on_settled(partial(ended.append, name))
+        controller.set_faults(Faults())
+        controller.release()
+        assert store._core.wait_quiet(10)
+        assert ended == (["second", "first"] if ahead else ["first", "second"])

@@ -437,12 +437,12 @@ def test_proving_goes_on_with_the_others_when_one_is_evicted(
     with recovered(images) as store:
         core, load, evictions = store._core, store._loader.load, [0, 0]
 
-        def late(keys: Bytes, pages: Any, memory: Any) -> LoadProgress:
+        def late(keys: Bytes, pages: Any, memory: Any, **order: Any) -> LoadProgress:
             if evictions:
                 evictions.pop()
                 with core.lock:
                     store._reclaimer.discard(core.index.find(keys[1:2]))
-            return load(keys, pages, memory)
+            return load(keys, pages, memory, **order)
 
         monkeypatch.setattr(store._loader, "load", late)
         assert [store.prove(4) for _ in range(3)] == [4, 4, 0]
@@ -455,7 +455,7 @@ def test_proving_ends_when_all_is_evicted(
     images, _, _ = filled(rng, clean=False)
     with recovered(images) as store:
 
-        def missing(*_: object) -> LoadProgress:
+        def missing(*_: object, **order: object) -> LoadProgress:
             raise KeyMissing("evicted")
 
         monkeypatch.setattr(store._loader, "load", missing)

@@ -399,7 +399,7 @@ class Tier:
     def _read(self, keys: Keys, pages: U32) -> bool:
         """Reads objects of the pool into staging pages; whether all were right."""
         try:
-            ticket = self._store.load(keys, pages, memory=self._staging)
+            ticket = self._store.load(keys, pages, memory=self._staging, ahead=True)
         except KeyMissing:
             return False  # evicted meanwhile
         except PagesInUse as error:
@@ -408,7 +408,8 @@ class Tier:
             return False
         self._in_use[0].append((ticket.wait_settled, None))
         try:
-            ticket.wait(2 * self._store.config.timeout_s)
+            ticket.wait_settled(2 * self._store.config.timeout_s)
+            ticket.wait(_LOOK_S)
         except MediumError:
             return False
         finally:

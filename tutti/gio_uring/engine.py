@@ -57,9 +57,6 @@ PRIORITY_RECORDS, PRIORITY_LOAD, PRIORITY_STORE = 0, 1, 2
 #: Entries of a queue pair: more than any window has commands of a page each.
 DEPTH = 256
 
-#: Of a load that nothing waits for.
-NEVER_DUE = 2**64 - 1
-
 LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
 _DESCRIPTORS_PER_LIST = LIST_NBYTES // 16
 _PRP_UNIT = 4  # bytes
@@ -231,8 +228,8 @@ class Engine(Owned):
         layer_ns = options.get("layer_ns")
         if layer_ns is not None:
             config.layer_ns = address(layer_ns)
-        config.due_ns, config.interval_ns = options.get("due_ns", 0), options.get("interval_ns", 0)
         config.held = int(options.get("held", False))
+        config.ahead = int(options.get("ahead", False))
         config.priority = options.get("priority", PRIORITY_RECORDS)
         keep = (pages, memory, digests, words, layer_ns)
         timeout_s, on_released = options.get("timeout_s", TIMEOUT_S), options.get("on_released")

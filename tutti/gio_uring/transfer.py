@@ -48,6 +48,8 @@ class TransferOptions(TypedDict, total=False):
 
     digests: uint64 (n, layers), filled with each slice's digest, or compared with it when
     ``compare``; with ``gated`` only once the gate was opened.
+    ahead: a load in host memory that nothing waits for: its commands come after those of other
+    loads, until `Transfer.wait_layers` is called.
     priority: PRIORITY_RECORDS (default), PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
     timeout_s: how long one command may be outstanding (default TIMEOUT_S).
     on_released: called with the transfer once the medium is done with it.
@@ -57,6 +59,7 @@ class TransferOptions(TypedDict, total=False):
     compare: bool
     gated: bool
     held: bool
+    ahead: bool
     priority: int
     timeout_s: float
     on_released: Callable[[Any], None] | None
@@ -68,17 +71,14 @@ class HostOptions(TransferOptions, total=False):
 
     words: shared with a mover of the memory, cleared and kept until the job was released: the
     engine marks each layer there, and begins layer l only once ``moved + window > l``.
-    due_ns, interval_ns: for loads, when layer 0 is needed (0: now; NEVER_DUE: nothing waits for it)
-    and how much later each of the others is (0: as fast as the drive delivers); commands of all
-    loads are issued in the order in which their layers are due.  layer_ns: uint64 (layers,), filled
-    with the times at which they were ready.  Both by CLOCK_MONOTONIC, or the controller's own.
+    layer_ns: uint64 (layers,), filled with the times at which they were ready, by CLOCK_MONOTONIC
+    or the controller's own.  Commands of all loads are issued in the order in which their layers
+    are due: the first one of a load at once, each of the others as fast as the drive delivers.
     """
 
     fua: bool
     words: LayerWords | None
     window: int
-    due_ns: int
-    interval_ns: int
     layer_ns: U64 | None
 
 

@@ -193,6 +193,8 @@ class AgentSession:
         memory: PagedMemory,
         timeout_s: float,
         on_released: Callable[[Any], None],
+        *,
+        ahead: bool,
     ) -> tuple[Transfer, Rows]:
         """Reads pages (of the whole plan) from where a job says, and reports it.  Also which.
 
@@ -215,6 +217,7 @@ class AgentSession:
                 memory,
                 digests=digests,
                 compare=job.compare,
+                ahead=ahead,
                 priority=PRIORITY_LOAD,
                 timeout_s=timeout_s,
                 on_released=over,

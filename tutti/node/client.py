@@ -299,6 +299,7 @@ class NodeStore(Owned, Store):
         *,
         memory: HostMemory | None = None,
         batch: str = "",
+        ahead: bool = False,
     ) -> LoadTicket:
         """See ObjectStore; raises KeyMissing while the agent is away."""
         array, paged = as_keys(keys), self._memory(memory)
@@ -308,7 +309,7 @@ class NodeStore(Owned, Store):
             raise KeyMissing("the agent is away, so no key can be found; compute the pages")
         progress = LoadProgress(len(array), self.geometry.layers)
         parts = self._plan_load(session, array, progress)
-        load = _Load(progress, sum(len(jobs) for _, jobs in parts))
+        load = _Load(progress, sum(len(jobs) for _, jobs in parts), ahead=ahead)
         try:
             for start, jobs in parts:
                 while jobs:  # bounded: each turn takes one
@@ -358,7 +359,8 @@ class NodeStore(Owned, Store):
     ) -> None:
         try:
             transfer, rows = session.read(
-                job, pages[start:], memory, self.config.timeout_s, lambda _: load.end()
+                *(job, pages[start:], memory, self.config.timeout_s, lambda _: load.end()),
+                ahead=load.ahead,
             )
         except BaseException:
             load.end()
@@ -441,8 +443,9 @@ class NodeStore(Owned, Store):
 class _Load:
     """Counts the jobs of one load and settles its progress after the last."""
 
-    def __init__(self, progress: LoadProgress, jobs: int) -> None:
+    def __init__(self, progress: LoadProgress, jobs: int, *, ahead: bool) -> None:
         self.progress = progress
+        self.ahead = ahead
         self._left = jobs + 1  # the submission itself
         self._lock = threading.Lock()
 

@@ -46,7 +46,8 @@ class SlotJobStruct(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("priority", ctypes.c_uint32),
         ("digest", ctypes.c_uint32),
-        ("held", ctypes.c_uint64),
+        ("held", ctypes.c_uint32),
+        ("ahead", ctypes.c_uint32),
     )
 
 
@@ -109,12 +110,15 @@ class SlotJobs:
             timeout_ns=nanoseconds(timeout_s),
         )
 
-    def struct(self, job: Job, pages: U32, memory: PagedMemory, *, held: bool) -> SlotJobStruct:
+    def struct(
+        self, job: Job, pages: U32, memory: PagedMemory, *, held: bool = False, ahead: bool = False
+    ) -> SlotJobStruct:
         """Of a job that is open; native code starts it."""
         struct = SlotJobStruct.from_buffer_copy(self.common)
         struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
-        struct.job, struct.tag, struct.held = ctypes.addressof(job.native), job.tag, held
+        struct.job, struct.tag = ctypes.addressof(job.native), job.tag
+        struct.held, struct.ahead = held, ahead
         return struct
 
     def start(

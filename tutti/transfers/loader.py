@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,15 @@ _log = logging.getLogger(__name__)
 SAMPLE_ONE_IN = 16
 _BLOCKS = 3
 _NO_ROWS = np.zeros(0, np.int64)
+
+
+class Order(TypedDict, total=False):
+    """When a load's commands are issued.  held: layers as ``LoadProgress.grant`` allows; for host
+    memory.  ahead: after other loads, see ObjectStore.load.
+    """
+
+    held: bool
+    ahead: bool
 
 
 class _Rows(NamedTuple):
@@ -122,12 +131,10 @@ class Loader:
         pages: U32,
         memory: PagedMemory,
         *,
-        held: bool = False,
         admit: bool = False,
+        **order: Unpack[Order],
     ) -> LoadProgress:
-        """Starts a load; see ObjectStore.load.  held: layers are read as ``LoadProgress.grant``
-        allows; for host memory.  admit: see Core.admitted.
-        """
+        """Starts a load; see ObjectStore.load.  admit: see Core.admitted."""
         core = self._core
         with core.lock:
             if admit:
@@ -135,13 +142,13 @@ class Loader:
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin()
             try:
-                settle, every = self._begin(progress, keys, pages, memory, held=held)
+                settle, every = self._begin(progress, keys, pages, memory, order)
             except BaseException:
                 core.end()
                 raise
         if not progress.parts:
             batch = _Pages(keys, settle.plan.slots, settle.plan, pages, memory)
-            self._load_parts(batch, settle, every=every, held=held)
+            self._load_parts(batch, settle, every, order)
         return progress
 
     def plan(self, keys: bytes, job: int) -> tuple[LoadAnswer, bool]:
@@ -171,9 +178,7 @@ class Loader:
         core, (keys, plan, pages, memory) = self._core, batch
         progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
         settle = _Settle(self, progress, plan)
-        self._load_parts(
-            _Pages(keys, plan.slots, plan, pages, memory), settle, every=every, held=False
-        )
+        self._load_parts(_Pages(keys, plan.slots, plan, pages, memory), settle, every, Order())
         return progress
 
     def moved_elsewhere(self, plan: LoadPlan, status: U32, begun_s: float) -> None:
@@ -187,7 +192,7 @@ class Loader:
         return policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
 
     def _begin(
-        self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, *, held: bool
+        self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, order: Order
     ) -> tuple[_Settle, bool]:
         """Finds every key, checks that it may be served, pins its slot, and submits the load if one
         job of the engine can move it.  Also returns whether proven objects are verified.
@@ -201,7 +206,7 @@ class Loader:
             if is_ours:
                 job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
                 progress.parts = [LoadPart(job, None, whole=False)]
-                struct = core.slot_jobs.struct(job, pages, memory, held=held)
+                struct = core.slot_jobs.struct(job, pages, memory, **order)
             core.planner.begin(keys, verify=every, plan=plan, start=struct)
         except BaseException as error:
             if job is not None:
@@ -220,13 +225,13 @@ class Loader:
         core.counters.load_runs += plan.runs
         return settle, every
 
-    def _load_parts(self, batch: _Pages, settle: _Settle, *, every: bool, held: bool) -> None:
+    def _load_parts(self, batch: _Pages, settle: _Settle, every: bool, order: Order) -> None:
         """Submits a load that one native call cannot: of several kinds, or by another's path."""
         progress = settle.progress
         try:
             settle.unproven, parts = _partition(batch.plan.marks, every)
             for part in parts:
-                self._load_part(progress, batch, part, settle, held=held)
+                self._load_part(progress, batch, part, settle, order)
         except BaseException:
             progress.cancel(self._core.config.timeout_s)
             raise
@@ -239,8 +244,7 @@ class Loader:
         batch: _Pages,
         part: _Rows,
         settle: _Settle,
-        *,
-        held: bool,
+        order: Order,
     ) -> None:
         core = self._core
         rows, unknown, verify, whole = part
@@ -261,10 +265,10 @@ class Loader:
                 digests=digests,
                 compare=verify,
                 gated=unknown.size > 0,
-                held=held,
                 priority=PRIORITY_LOAD,
                 timeout_s=core.config.timeout_s,
                 on_released=settle.end_part,
+                **order,
             )
         except BaseException:
             settle.end_part()

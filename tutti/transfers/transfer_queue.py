@@ -52,7 +52,7 @@ COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of it
 LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
-_Given = tuple[npt.NDArray[np.uint8], Any, PagedMemory]  # keys, pages and memory of a load
+_Given = tuple[npt.NDArray[np.uint8], Any, PagedMemory, bool]  # of a load, see Loader.load
 
 
 class TransferQueue(Owned):
@@ -156,12 +156,17 @@ class TransferQueue(Owned):
         self._start([self._part(put, put.rows, paced=True)])
 
     def load(
-        self, keys: npt.NDArray[np.uint8], pages: Any, memory: PagedMemory, batch: str
+        self,
+        keys: npt.NDArray[np.uint8],
+        pages: Any,
+        memory: PagedMemory,
+        batch: str,
+        ahead: bool,
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
         core, dispatcher = self._core, self.dispatcher
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
-            return self._loader.load(keys, pages, memory, admit=True)
+            return self._loader.load(keys, pages, memory, admit=True, ahead=ahead)
         load, at_ns = QueuedLoad(self._new_name(), core.layers), dispatcher.now_ns()
         nbytes = core.geometry.slice_nbytes * len(keys)
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
@@ -172,10 +177,10 @@ class TransferQueue(Owned):
         try:
             if is_alone:
                 load.granted = load.layers
-                progress = self._loader.load(keys, pages, memory, admit=True)
+                progress = self._loader.load(keys, pages, memory, admit=True, ahead=ahead)
                 self._alone = load.name, progress
             else:
-                progress = self._load_in_turn(dispatcher, load, known, (keys, pages, memory))
+                progress = self._load_in_turn(dispatcher, load, known, (keys, pages, memory, ahead))
         except BaseException:
             self._gone(dispatcher, load)
             raise
@@ -197,7 +202,8 @@ class TransferQueue(Owned):
             if load.due is not None:
                 load.due.wait(timeout_s)  # one that is stuck costs time, not service
             held = load.due is None and load.granted < load.layers
-            progress = self._loader.load(*given, held=held)
+            keys, pages, memory, ahead = given
+            progress = self._loader.load(keys, pages, memory, held=held, ahead=ahead)
         if held:
             with self._lock:
                 load.progress = progress

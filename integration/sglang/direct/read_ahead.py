@@ -330,7 +330,7 @@ class ReadAhead(Owned):
             note = self._notes[piece.rid]
             note.next_pool = len(note.wanted)  # batches have all of staging: give up
             return None
-        read = Read(stored_pool, piece.keys, pages, staged=True, batch=piece.name)
+        read = Read(stored_pool, piece.keys, pages, staged=True, batch=piece.name, ahead=True)
         staged = _Staged(piece.name, read, {piece.rid})
         self._staged.append(staged)
         for row, key in enumerate(piece.keys):

@@ -17,17 +17,25 @@ class Read:
     """Objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
 
     staged: the pages are in the stored pool's staging, else in SGLang's own pool.
-    batch: as for ObjectStore.load.
+    batch, ahead: as for ObjectStore.load.
     """
 
     def __init__(
-        self, stored_pool: StoredPool, keys: Keys, pages: Pages, *, staged: bool, batch: str = ""
+        self,
+        stored_pool: StoredPool,
+        keys: Keys,
+        pages: Pages,
+        *,
+        staged: bool,
+        batch: str = "",
+        ahead: bool = False,
     ) -> None:
         self.stored_pool = stored_pool
         self.keys = keys
         self.pages = pages
         self.staged = staged
         self._batch = batch
+        self._ahead = ahead
         self.error: Exception | None = None
         self.began_s = self._settled_s = 0.0  # monotonic
         self._ticket: LoadTicket | None = None
@@ -49,7 +57,7 @@ class Read:
         self.began_s = self._settled_s = time.monotonic()
         try:
             self._ticket = self.stored_pool.store.load(
-                self.keys, self.pages, memory=pool, batch=self._batch
+                self.keys, self.pages, memory=pool, batch=self._batch, ahead=self._ahead
             )
             self._ticket.on_settled(self._settled)
         except Exception as error:
