@@ -165,8 +165,8 @@ void MemoryController::hold(u32 index, const Sqe& sqe, const Verdict& verdict) {
   (verdict.is_unanswered ? unanswered_ : held_).push_back(held);
 }
 
-// When a transfer that starts now would be over.  Each direction is a pipe of its bandwidth; a
-// transfer that starts while the other one is busy takes interference_percent of its time.
+// When a transfer that starts now would be over.  Each direction is a pipe of its bandwidth; while
+// both are busy, everything takes interference_percent of its time.
 u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
   const u32 opcode = sqe_opcode(sqe);
   if (opcode != kRead && opcode != kWrite) return now_ns_ + config_.latency_ns;
@@ -175,13 +175,11 @@ u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
   const u64 nbytes = static_cast<u64>(sqe_nlb(sqe)) << config_.lba_shift;
   const u64 begin_ns = std::max(now_ns_, busy_until_ns_[direction]);
   u64 duration_ns = nbytes * kSecondNs / bandwidth;
-  if (busy_until_ns_[1 - direction] > begin_ns) {
-    duration_ns = duration_ns * config_.interference_percent / 100;
-  }
   if (config_.crowd_percent != 0 && held_.size() >= config_.crowd) {
     duration_ns = duration_ns * config_.crowd_percent / 100;
   }
   busy_until_ns_[direction] = begin_ns + duration_ns;
+  slow_down(direction, begin_ns, duration_ns);
   u64 due_ns = busy_until_ns_[direction];
   if (!channel_until_ns_.empty()) {  // the one that is free first
     u64& until_ns = *std::min_element(channel_until_ns_.begin(), channel_until_ns_.end());
@@ -189,6 +187,23 @@ u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
     due_ns = std::max(due_ns, until_ns);
   }
   return due_ns + config_.latency_ns;
+}
+
+// A transfer of `duration_ns` alone begins beside those of the other direction, none of which had
+// company later than that: what runs at the same time takes longer, in both directions.
+void MemoryController::slow_down(u32 direction, u64 begin_ns, u64 duration_ns) {
+  u64& other_until_ns = busy_until_ns_[1 - direction];
+  if (other_until_ns <= begin_ns) return;
+  const auto longer = [&](u64 both_ns) {
+    return std::min(both_ns, duration_ns) * (config_.interference_percent - 100) / 100;
+  };
+  for (Held& other : held_) {
+    const u64 end_ns = other.due_ns - std::min(other.due_ns, config_.latency_ns);
+    const bool is_other = sqe_opcode(other.sqe) == (direction == 0 ? kWrite : kRead);
+    if (is_other && end_ns > begin_ns) other.due_ns += longer(end_ns - begin_ns);
+  }
+  busy_until_ns_[direction] += longer(other_until_ns - begin_ns);
+  other_until_ns += longer(other_until_ns - begin_ns);
 }
 
 // Executes what is due.  With a virtual clock it first moves to the next moment at which

@@ -184,6 +184,7 @@ class MemoryController final : public Controller {
   u32 deallocate(const Sqe& sqe, MemoryMap::Reader* reader);
   void write_zeros(u32 nsid, u64 slba, u64 nlb);
   u64 virtual_due_ns(const Sqe& sqe);
+  void slow_down(u32 direction, u64 begin_ns, u64 duration_ns);
   bool is_rung() const;
 
   const MemoryConfig config_;

@@ -246,12 +246,7 @@ def test_a_device_moves_every_byte_and_never_faster(
 
 @pytest.mark.parametrize("pattern", ["reads", "both", "read in writes"])
 def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None:
-    """Real commands through real queue pairs take about as long.
-
-    With both directions the controller decides for each command as it starts whether it is slowed,
-    the fluid model at every instant: there they differ by up to a fourth.
-    """
-    near = 0.02 if pattern == "reads" else 0.3
+    """Real commands through real queue pairs take about as long."""
     drive = SimulatedDrive("test", 29e9, 12e9, 60, 2.5, "")
     plans = {
         "reads": [(READ, 300 << 20)] * 3,
@@ -277,7 +272,7 @@ def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None
     finally:
         virtual.close()
     for number in range(len(plan)):
-        assert ends[number] == pytest.approx(seen[number], rel=near), (pattern, number)
+        assert ends[number] == pytest.approx(seen[number], rel=0.02), (pattern, number)
 
 
 # Monotony.
