@@ -8,7 +8,6 @@
 namespace gio {
 namespace {
 
-constexpr u32 kFloorCommands = 2;  // of any size, whatever the window
 // Of the best rate: what a window has at least, while a layer is waited for or of stores, and else.
 constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;

@@ -19,7 +19,9 @@ u64 Window::level_nbytes(u32 level) {
 
 void Window::start(u64 command_nbytes, u64 most_nbytes, double share) {
   share_ = share;
+  while (floor_ + 1 < kLevels && level_nbytes(floor_) < kFloorCommands * command_nbytes) ++floor_;
   const u64 nbytes = std::min(kStart * command_nbytes, most_nbytes);
+  base_ = floor_;
   while (base_ + 1 < kLevels && level_nbytes(base_) < nbytes) ++base_;
   lowest_ = highest_ = base_;
 }
@@ -86,7 +88,7 @@ void Window::sampled(double rate) {
 }
 
 void Window::choose_probe() {
-  goes_up_ = base_ == 0 || (!is_new_below() && !goes_up_ && base_ + 1 < kLevels);
+  goes_up_ = base_ == floor_ || (!is_new_below() && !goes_up_ && base_ + 1 < kLevels);
   probe_ = goes_up_ ? base_ + 1 : base_ - 1;
 }
 

@@ -12,6 +12,8 @@
 
 namespace gio {
 
+constexpr u32 kFloorCommands = 2;  // in flight, of any size, whatever the window
+
 class Window {
  public:
   // command_nbytes: of the commands it is for, 32 of which it starts with, but with no more than
@@ -38,12 +40,13 @@ class Window {
   bool end_sample();
   void start_sample();
   void sampled(double rate);
-  bool is_new_below() const { return base_ != 0 && learned_[base_ - 1] < kFirst; }
+  bool is_new_below() const { return base_ != floor_ && learned_[base_ - 1] < kFirst; }
   void choose_probe();
   void learn(double ratio);
   void choose_base();
 
   double share_ = 0;
+  u32 floor_ = 0;   // the level that takes no more commands than are in flight in any case
   u32 lowest_ = 0;  // of the levels with a place on the curve
   u32 highest_ = 0;
   double gain_[kLevels] = {};  // rate of the level above over the rate of this one
