@@ -41,7 +41,11 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "decisions": (*_TRANSFERS, *_SLACK),
-    "eviction": ("tutti/placement", "bench/eviction.py", *_TRACES),
+    "eviction": (
+        *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
+        *(f"kernels/native/{name}.cpp" for name in ("allocator", "index", "reuse")),
+        *("bench/eviction.py", *_TRACES),
+    ),
     "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
     "fuzz": ("tutti", "tests/fuzz"),
     "gpu": (

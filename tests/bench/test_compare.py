@@ -46,6 +46,8 @@ SHOWS = {
 }
 #: Their benches import the store, and these results come from parts that do not use it.
 OPEN_NO_STORE = {"slack"}
+#: Packages whose code decides what a result shows, even where no store is opened.
+CHOOSES = {"placement", "transfers", "scheduler", "cluster", "node"}
 
 # The members of fio's JSON that are read, with numbers that are easy to follow.
 FIO: dict[str, Any] = {
@@ -312,7 +314,12 @@ def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
                 unread.append(other)
             else:
                 others.add(module)
-    if name not in OPEN_NO_STORE and others & {"tutti", "tutti.store", "tutti.store.open"}:
+    if name in OPEN_NO_STORE:
+        return
+    for file in (ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in others):
+        if file.parent.name in CHOOSES and file.exists():
+            assert any(file == path or path in file.parents for path in known), file
+    if others & {"tutti", "tutti.store", "tutti.store.open"}:
         assert set(DEPENDS["window"]) - {"bench/window.py"} <= set(DEPENDS[name])
         assert {"tutti/store.py", "tutti/transfers", "tutti/scheduler"} <= set(DEPENDS[name])
 
