@@ -76,7 +76,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
         *("bench/ring.py", "bench/controller_memory.py"),
     ),
-    "second_tier": (*_TRANSFERS, "tutti/cluster", "bench/second_tier.py"),
+    "second_tier": (*_TRANSFERS, "tutti/cluster", "bench/second_tier.py", "bench/pool_file.py"),
     "serving": (
         *_TRANSFERS,
         *("integration/sglang", "bench/yardsticks/serving.py"),

@@ -3,8 +3,6 @@
 Then local loads while the tier has nothing to do, asks for pages that no node has, and fetches; and
 without this tier, while a process reads the same values by Mooncake, or the pool stores as many.
 
-    python -m tutti.bench.second_tier --remote mooncake://HOST:PORT --dir DIR --out result.json
-
 The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
 of Mooncake until they are in memory, in one batch.  Then in turn, what bounds any tier that keeps
 what it fetches: the same batch get while the pool stores as many pages that it has in memory, until
@@ -15,10 +13,9 @@ next is under way.  A cluster must run already.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,18 +26,20 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tutti.arguments import natural, nbytes, positive
 from tutti.base.arrays import Keys
+from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB
 from tutti.bench.environment import describe
-from tutti.bench.statistics import bootstrap_median, percentile, ratios
+from tutti.bench.pool_file import temporary_pool
+from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.second_tier import Tier
 from tutti.cluster.worker import NICE, TRAILER_NBYTES
-from tutti.errors import DeviceTimeout
+from tutti.errors import DeviceTimeout, Unsupported
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
-from tutti.store import open as open_pool
 from tutti.transfers.tickets import PutTicket
 
 _LAYERS = 16
@@ -48,6 +47,13 @@ _WAIT_S = 60.0
 _POLL_S = 0.001
 _LOADS, _LOAD_PAGES = 200, 4
 _PARTS = 8
+#: What is timed, in the order of a round, and the tier's ratio to it.
+_CALLS = {
+    "tier_gb_per_s": "",
+    "mooncake_gb_per_s": "ratio",
+    "mooncake_and_store_gb_per_s": "ratio_to_mooncake_and_store",
+    "mooncake_and_write_gb_per_s": "ratio_to_mooncake_and_write",
+}
 #: What happens beside local loads.
 _BESIDE = ("idle", "asking", "fetching", "mooncake", "storing")
 
@@ -236,21 +242,41 @@ def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, may: Any, res
                 direct.get_s()
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds, and what they were run on."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tutti bench second-tier`."""
+    parser.add_argument(
+        "--remote", required=True, metavar="mooncake://HOST:PORT", help="the cluster's store"
+    )
+    parser.add_argument("--dir", type=Path, default=".", help="folder for the pool")
+    parser.add_argument("--pages", type=positive, default=128, help="pages of 1 MiB")
+    parser.add_argument("--rounds", type=positive, default=15, help="measurements of each kind")
+    parser.add_argument("--capacity", type=nbytes, default=GiB, help="size of the pool")
+    parser.add_argument(
+        "--seed",
+        type=natural,
+        default=1,
+        help="seed of the data; give each run on a cluster another",
+    )
+
+
+def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
+    """All rounds, and what they were run on.
+
+    Raises ConfigError for an address that is none, Unsupported without Mooncake's client.
+    """
+    config = RemoteConfig.parse(args.remote)
+    if importlib.util.find_spec("mooncake") is None:
+        raise Unsupported("this bench needs Mooncake's client: pip install 'tutti-kv[cluster]'")
     layout = KVLayout.mha(
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
     )
-    config = RemoteConfig.parse(args.remote)
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
-    tier_gb: list[float] = []
-    direct_gb: list[float] = []
-    both_gb: list[float] = []
-    kept_gb: list[float] = []
+    rates: dict[str, list[float]] = {name: [] for name in _CALLS}
     gigabytes = args.pages * layout.object_nbytes / 1e9
-    with open_pool(
-        str(args.dir / "second-tier.tutti"), layout, args.capacity, profile=None
-    ) as pool:
+    with (
+        temporary_pool([str(args.dir / "second-tier.tutti")], layout, args.capacity) as pool,
+        progress("second tier", 2 * args.rounds + 1) as bar,
+    ):
         fetcher = Fetcher(pool, config, keys)
         try:
             fetcher.publish(args.seed)
@@ -260,37 +286,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             memory = pool.allocate_memory(args.pages)
             both = partial(fetcher.store_beside, memory, direct.get_s)
             keep = partial(direct.keep_s, args.dir / "second-tier.kept")
-            calls = (
-                (fetcher.fetch_s, tier_gb),
-                (direct.get_s, direct_gb),
-                (both, both_gb),
-                (keep, kept_gb),
-            )
+            calls: Sequence[Callable[[], float]] = (fetcher.fetch_s, direct.get_s, both, keep)
             for number in range(args.rounds + 1):
-                for call, rates in calls:
+                for call, found in zip(calls, rates.values(), strict=True):
                     seconds = call()
                     if number:  # the first round opens connections
-                        rates.append(gigabytes / seconds)
+                        found.append(gigabytes / seconds)
+                bar.advance(1)
             pool.unregister(memory)
             reader = Reader(config, names, layout.object_nbytes + TRAILER_NBYTES)
             local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
             for _ in range(args.rounds):
                 local.measure()
+                bar.advance(1)
         finally:
             fetcher.tier.close()
-    found = ratios(tier_gb, direct_gb)
     return {
         "benchmark": "second_tier",
         "machine": describe(args.dir),
         "pages": args.pages,
         "page_nbytes": layout.object_nbytes,
-        "tier_gb_per_s": tier_gb,
-        "mooncake_gb_per_s": direct_gb,
-        "mooncake_and_store_gb_per_s": both_gb,
-        "ratio": {**bootstrap_median(found).to_dict()},
-        "mooncake_and_write_gb_per_s": kept_gb,
-        "ratio_to_mooncake_and_write": bootstrap_median(ratios(tier_gb, kept_gb)).to_dict(),
-        "ratio_to_mooncake_and_store": bootstrap_median(ratios(tier_gb, both_gb)).to_dict(),
+        **rates,
+        **{
+            ratio: bootstrap_median(ratios(rates["tier_gb_per_s"], rates[name])).to_dict()
+            for name, ratio in _CALLS.items()
+            if ratio
+        },
         "bar": 0.9,
         "local_p99_ms": local.p99_ms,
         "local_p99_ratio": {
@@ -301,28 +322,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument(
-        "--remote", required=True, metavar="mooncake://HOST:PORT", help="the cluster's store"
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    rates = [
+        (name.removesuffix("_gb_per_s"), f"{median(result[name]):.2f}", interval_text(found))
+        for name, ratio in _CALLS.items()
+        for found in [result[ratio] if ratio else None]
+    ]
+    local = [
+        (name, f"{median(times):.2f}", interval_text(result["local_p99_ratio"].get(name)))
+        for name, times in result["local_p99_ms"].items()
+    ]
+    return "\n".join(
+        [
+            table(("fetching", "GB/s", f"tier over it (bar {result['bar']:g})"), rates),
+            "",
+            table(("loads beside", "p99 ms", f"of idle (bar {result['local_bar']:g})"), local),
+        ]
     )
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the pool")
-    parser.add_argument("--out", type=Path, help="file for the result (JSON)")
-    parser.add_argument("--pages", type=int, default=128, help="pages of 1 MiB (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds (%(default)s)")
-    parser.add_argument("--capacity", type=int, default=GiB, help="bytes of the pool")
-    parser.add_argument(
-        "--seed", type=int, default=1, help="seed of the data, another for each run on a cluster"
-    )
-    args = parser.parse_args(argv)
-    result = run(args)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -87,6 +87,7 @@ COMMANDS = (
     ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
     ("bench threads", "bench:add_threads", "gain from service threads and digest workers"),
     ("bench agent", "bench:add_agent", "cost of look-ups and plans over the agent's socket"),
+    ("bench second-tier", "bench:add_second_tier", "compare the second tier with Mooncake alone"),
     ("bench submit", "bench:add_submit", "CPU time and driver calls of a load to a GPU"),
     ("bench window", "bench:add_window", "compare an adaptive window of commands with a fixed one"),
     ("bench short", "bench:add_short", "cost of transfers of a few pages"),

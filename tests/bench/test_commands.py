@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tutti import commands
+from tutti import cli, commands
 from tutti.commands.bench import bench_module
 
 _SOURCES = Path(commands.__file__).parent.glob("*.py")
@@ -23,3 +24,12 @@ def test_a_benchmark_has_what_its_command_calls(name: str) -> None:
 
 def test_the_command_line_names_benchmarks() -> None:
     assert len(_NAMES) > 15
+
+
+def test_what_the_second_tier_needs_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    assert cli.main(["bench", "second-tier", "--remote", "mooncake://127.0.0.1:1"]) == 3
+    assert "pip install 'tutti-kv[cluster]'" in capsys.readouterr().err
+    assert cli.main(["bench", "second-tier", "--remote", "http://127.0.0.1"]) == 2

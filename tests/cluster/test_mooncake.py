@@ -306,12 +306,11 @@ def test_the_agent_ends_and_its_worker_with_it(tmp_path: Path, cluster: Cluster,
 
 
 def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) -> None:
-    out = tmp_path / "result.json"
-    words = ["--remote", cluster.url(), "--dir", str(tmp_path), "--out", str(out)]
-    more = ["--pages", "8", "--rounds", "2", "--capacity", str(256 << 20)]
-    command = [sys.executable, "-m", "tutti.bench.second_tier", *words, *more]
-    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
-    result = json.loads(out.read_text())
+    words = ["--remote", cluster.url(), "--dir", str(tmp_path), "--capacity", "256MiB", "--json"]
+    command = ["bench", "second-tier", *words, "--pages", "8", "--rounds", "2"]
+    run = [sys.executable, "-m", "tutti.cli", *command]
+    result = json.loads(subprocess.run(run, check=True, timeout=100, capture_output=True).stdout)
+    assert result["benchmark"] == "second_tier" and not list(tmp_path.glob("second-tier*"))
     assert len(result["tier_gb_per_s"]) == len(result["mooncake_gb_per_s"]) == 2
     assert result["ratio"]["median"] > 0
     beside = result["local_p99_ratio"]

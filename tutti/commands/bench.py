@@ -61,6 +61,13 @@ agent and, in turns, inside this process; the difference is the cost. No pages a
 _AGENT_EXAMPLE = """\
 example:
   tutti bench agent --dir /mnt/nvme"""
+_SECOND_TIER = """\
+Compares fetching from a Mooncake cluster through the agent's second tier with Mooncake's own batch
+get of the same values, in turns. Then measures local loads beside the tier's work. A cluster must
+be running; every run stores new pages in it."""
+_SECOND_TIER_EXAMPLE = """\
+example:
+  tutti bench second-tier --remote mooncake://127.0.0.1:50051 --dir /mnt/nvme"""
 _SUBMIT = """\
 Measures the CPU's work to submit a load to GPU memory, for each engine and mover. Needs neither a
 GPU nor a drive: a stand-in for the CUDA driver does nothing but count. Reports microseconds of CPU,
@@ -192,6 +199,7 @@ add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
 add_short = bench_command("short", _SHORT, _SHORT_EXAMPLE)
 add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
 add_agent = bench_command("agent", _AGENT, _AGENT_EXAMPLE)
+add_second_tier = bench_command("second_tier", _SECOND_TIER, _SECOND_TIER_EXAMPLE)
 add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
 add_slack = bench_command(
     "slack.run",
