@@ -27,7 +27,10 @@ import numpy as np
 from tutti.base.arrays import Keys
 from tutti.base.checks import whole
 from tutti.base.terminal import ProgressFactory, table
+from tutti.base.units import parse_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.members import beside
+from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, percentile, ratios
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
@@ -47,7 +50,7 @@ from tutti.node.messages import (
     read_reply,
 )
 from tutti.node.pool_service import PoolService
-from tutti.store import open as open_pool
+from tutti.store import format as format_pool
 
 HEAD = ("call", "agent us", "p99", "in process us", "p99", "agent over process", "bar us", "")
 _LAYOUT = KVLayout.mha(
@@ -84,7 +87,7 @@ while part := peer.recv(65536):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench agent`."""
-    parser.add_argument("--dir", type=Path, default=Path(), help="folder for the pools")
+    add_place_arguments(parser)
     parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
     parser.add_argument("--pages", type=int, default=1024, help="pages per look-up")
     parser.add_argument("--batch", type=int, default=128, help="pages per plan")
@@ -204,14 +207,18 @@ def _echo(
 
 
 @contextmanager
-def _agent(folder: Path) -> Iterator[str]:
-    """A process of `tutti serve`; its socket."""
-    path = str(folder / "s")
-    command = [sys.executable, "-m", "tutti.cli", "serve", "--folder", str(folder)]
-    command += ["--capacity", "1GiB", "--socket", path]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+def _agent(pool: list[str]) -> Iterator[str]:
+    """A process of `tutti serve` with a pool that is removed at the end; its socket."""
+    with ExitStack() as undo:
+        folder = undo.enter_context(TemporaryDirectory())
+        path = str(Path(folder, "s"))
+        format_pool(pool, _LAYOUT, _CAPACITY)
+        for file in pool:
+            undo.callback(os.unlink, file)
+        command = [sys.executable, "-m", "tutti.cli", "serve", *pool, "--socket", path]
+        process = undo.enter_context(
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )
         try:
             assert process.stderr is not None
             if not any(line.startswith("serving on") for line in process.stderr):
@@ -269,19 +276,18 @@ def _crowd(path: str, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Calls on both sides in turns.  Raises ConfigError."""
+    """Calls on both sides in turns.  Raises ConfigError, Unsupported for devices, PoolExists."""
     rounds, pages = whole("--rounds", args.rounds, 3, 10**6), whole("--pages", args.pages, 1, 4096)
     batch = whole("--batch", args.batch, 1, pages)
     clients = whole("--clients", args.clients, 0, 256)
+    pool = pool_paths(args, "agent")
+    own_pool = beside(pool, "own")
     rng = np.random.default_rng(args.seed)
     keys = rng.integers(0, 256, (pages, 16), np.uint8)
     with ExitStack() as stack, progress("agent", rounds) as bar:
-        folder = Path(stack.enter_context(TemporaryDirectory(dir=args.dir)))
-        path = stack.enter_context(_agent(folder))
+        path = stack.enter_context(_agent(pool))
         remote = stack.enter_context(NodeStore(path, _LAYOUT, _CAPACITY))
-        local = stack.enter_context(
-            open_pool(str(folder / "own"), _LAYOUT, _CAPACITY, profile=None)
-        )
+        local = stack.enter_context(temporary_pool(own_pool, _LAYOUT, parse_nbytes(_CAPACITY)))
         service = PoolService(local)
         sides = (_Side(remote, _through_socket(remote)), _Side(local, _in_process(service)))
         for side in sides:
@@ -316,7 +322,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "pages": pages,
         "batch": batch,
         "rounds": rounds,
-        "machine": describe(args.dir),
+        "members": len(pool),
+        "machine": describe(medium_of(args)),
     }
 
 

@@ -19,6 +19,7 @@ _ENGINE = (*_RINGS, "tutti/gio_uring")
 _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
+_PLACES = ("bench/pool_file.py", "bench/members.py")
 _COMPARE = tuple(
     f"bench/compare/{name}.py"
     for name in ("cases", "churn", "index_cost", "paired", "run", "systems")
@@ -37,7 +38,7 @@ _APART = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU)
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
-    "agent": (*_TRANSFERS, "tutti/node", "bench/agent.py"),
+    "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "decisions": (*_TRANSFERS, *_SLACK),
@@ -57,7 +58,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/yardsticks/{name}.py" for name in ("backends", "round", "run")),
         "bench/residency/control_group.py",
     ),
-    "paths": (*_TRANSFERS, *_RIG, "bench/paths.py"),
+    "paths": (*_TRANSFERS, *_RIG, "bench/members.py", "bench/paths.py"),
     "peers": (
         *(*_TRANSFERS, *_PAGES, "bench/peers"),
         *(f"integration/sglang/{name}" for name in ("hicache.py", "host", "page_keys.py")),
@@ -71,7 +72,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/fio.py", "bench/replay.py"),
     "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
-    "short": (*_TRANSFERS, "bench/short.py", "bench/pool_file.py", "bench/shape.py"),
+    "short": (*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
         *("bench/ring.py", "bench/controller_memory.py"),
@@ -91,7 +92,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
     ),
     "threads": (*_ENGINE, "bench/threads.py"),
-    "window": (*_ENGINE, "bench/window.py"),
+    "window": (*_ENGINE, "bench/window.py", *_PLACES),
 }
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import KiB, MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
+from tutti.bench.members import temporary_members
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import median, percentile
@@ -37,15 +37,12 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController, RequestLimits
 from tutti.gio_uring.drives.generic_device import is_generic
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.pool.member_controller import open_controller
-from tutti.pool.places import is_device
-from tutti.pool.pool_format import label, make_blank
 
 FILE_PATHS = ("threads", "uring", "page-cache")
 PERCENTS = {"p50_us": 50, "p99_us": 99, "p99_9_us": 99.9, "p99_99_us": 99.99}
@@ -132,7 +129,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     ]
     found: dict[tuple[str, str, int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
     with (
-        _medium(place, parse_nbytes(args.size), args.force),
+        temporary_members([place], parse_nbytes(args.size), prewrite=True, force=args.force),
         progress("paths", len(cells) * args.rounds) as bar,
     ):
         for number in range(args.rounds):
@@ -283,22 +280,6 @@ def _paths_of(place: str, wanted: list[str]) -> list[str]:
     if is_generic(place):
         return ["passthrough"]
     return wanted
-
-
-@contextmanager
-def _medium(place: str, nbytes: int, force: list[str]) -> Iterator[None]:
-    """A file that was written once and is in the page cache, or a device that may be written."""
-    if is_device(place):
-        label(place, force=force)  # refuses what is not blank
-    else:
-        allocate_file(place, nbytes, prewrite=True, may_exist=False)
-    try:
-        yield
-    finally:
-        if is_device(place):
-            make_blank([place])
-        else:
-            os.unlink(place)
 
 
 @contextmanager

@@ -22,11 +22,11 @@ import numpy as np
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
-from tutti.bench.pool_file import temporary_pool
+from tutti.bench.members import beside, temporary_members
+from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
-from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HostBuffer
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -45,20 +45,22 @@ _WAIT_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench short`."""
-    parser.add_argument("--dir", type=Path, default=".", help="folder for the pool of single pages")
+    add_place_arguments(parser)
     parser.add_argument("--calls", type=int, default=130, help="calls of each kind")
     parser.add_argument("--rounds", type=int, default=31, help="puts of one page")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures both.  Raises ConfigError for unacceptable arguments."""
-    if not args.dir.is_dir() or min(args.calls, args.rounds) < 1:
-        raise ConfigError("--dir is a directory that is there; --calls and --rounds count from 1")
-    in_memory = _MEMORY if _MEMORY.is_dir() else args.dir
+    """Measures both.  Raises ConfigError for unacceptable arguments, Unsupported for devices."""
+    if min(args.calls, args.rounds) < 1:
+        raise ConfigError("--calls and --rounds count from 1")
+    paths = pool_paths(args, "short")
+    others = beside(paths, "no-digests"), beside(paths, "plain")
+    in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar:
         calls = _calls(in_memory, args.calls)
         bar.advance(1)
-        page = _one_page(args.dir, args.rounds)
+        page = _one_page(paths, *others, args.rounds)
         bar.advance(1)
     return {
         "benchmark": "short",
@@ -67,14 +69,14 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "calls_on": str(in_memory),
         "calls": calls,
         "page": page,
-        "machine": describe(args.dir),
+        "members": len(paths),
+        "machine": describe(medium_of(args)),
     }
 
 
-def _opened(stack: ExitStack, folder: Path, shape: str, verify: str = "always") -> ObjectStore:
-    made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+def _opened(stack: ExitStack, paths: list[str], shape: str, verify: str = "always") -> ObjectStore:
     layout, config = parse_shape(shape).layout(), StoreConfig(verify=verify)
-    pool = temporary_pool([f"{made}/short.tutti"], layout, GiB // 2, config=config)
+    pool = temporary_pool(paths, layout, GiB // 2, config=config)
     store: ObjectStore = stack.enter_context(pool)
     return store
 
@@ -84,7 +86,8 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
     took: dict[tuple[int, str], list[float]] = {}
     with ExitStack() as stack:
-        store = _opened(stack, folder, _SHAPE)
+        made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        store = _opened(stack, [f"{made}/short.tutti"], _SHAPE)
         store.allocate_memory(max(_PAGES))
         for turn in range(-_WARM, count):
             for n in _PAGES:
@@ -122,12 +125,14 @@ def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[st
     return dict(zip(BARS_US, took_us.tolist(), strict=True))
 
 
-def _one_page(folder: Path, rounds: int) -> dict[str, Any]:
+def _one_page(
+    paths: list[str], undigested: list[str], plain: list[str], rounds: int
+) -> dict[str, Any]:
     """Times of a put of one page with and without digests, of its bytes, and of a record.
 
-    Each is of other bytes and to a place that was not written lately.  Nothing is deleted, as the
-    blocks of empty groups are deallocated and the next put would have to allocate them again: the
-    pools are full and evict.
+    Each is of other bytes and to a place that was not written lately; plain writes take the members
+    in turn.  Nothing is deleted, as the blocks of empty groups are deallocated and the next put
+    would have to allocate them again: the pools are full and evict.
     """
     rng = np.random.default_rng(2)
     nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
@@ -146,22 +151,25 @@ def _one_page(folder: Path, rounds: int) -> dict[str, Any]:
         source = HostBuffer(pages * nbytes).array.reshape(pages, nbytes)
         source[:] = rng.integers(0, 256, source.shape, np.uint8)
         pools = {
-            "put": _opened(stack, folder, _PAGE_SHAPE),
-            "put, no digests": _opened(stack, folder, _PAGE_SHAPE, verify="off"),
+            "put": _opened(stack, paths, _PAGE_SHAPE),
+            "put, no digests": _opened(stack, undigested, _PAGE_SHAPE, verify="off"),
         }
         for store in pools.values():
             own = store.allocate_memory(pages)
             for page in range(pages):
                 own.write(page, source[page])
         record, slots = source[0, :_RECORD_NBYTES].data, pools["put"].geometry.slots
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "plain"
-        allocate_file(path, slots * nbytes + MiB)
-        plain = os.open(path, os.O_RDWR | os.O_DIRECT)
-        stack.callback(os.close, plain)
+        most = -(-slots // len(plain))
+        stack.enter_context(temporary_members(plain, most * nbytes + MiB))
+        fds: list[int] = []
+        for path in plain:
+            fds.append(os.open(path, os.O_RDWR | os.O_DIRECT))
+            stack.callback(os.close, fds[-1])
         for turn in range(slots + rounds):  # every place was written before it counts
-            page = turn % pages
-            timed("bytes", partial(os.pwrite, plain, source[page].data, turn % slots * nbytes))
-            timed("record", partial(os.pwrite, plain, record, slots * nbytes))
+            page, fd = turn % pages, fds[turn % slots % len(fds)]
+            offset = turn % slots // len(fds) * nbytes
+            timed("bytes", partial(os.pwrite, fd, source[page].data, offset))
+            timed("record", partial(os.pwrite, fd, record, most * nbytes))
             for name in list(pools)[:: 1 if turn % 2 else -1]:
                 put(name, page)
     times = {name: took_s[slots:] for name, took_s in times.items()}

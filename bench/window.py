@@ -1,33 +1,36 @@
 """Compares the engine's command window with a fixed one: arrival of a load's layers, and cost.
 
-Loads of a few sizes go through the engine and a file, each to an engine with the window that is
+Loads of a few sizes go through the engine and files, each to an engine with the window that is
 found while it runs and to one with a fixed window of 32 commands, in turns. A second part consumes
 layer after layer with a computation between them that takes a multiple of the layer's I/O time.
+Pages lie on the members in turn, so a load of several pages reads all members.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti.base.arrays import U64
 from tutti.base.terminal import ProgressFactory, table
-from tutti.base.units import KiB, MiB, parse_nbytes
+from tutti.base.units import KiB, MiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.members import temporary_members
+from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import bootstrap_median, median
-from tutti.errors import ConfigError, MediumError
+from tutti.errors import CapacityError, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
-from tutti.gio_uring.file_creation import allocate_file
+from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 
 HEAD = ("pages", "window", "first layer, ms", "bound, ms", "whole load, ms", "GB/s")
@@ -41,7 +44,7 @@ _TIMEOUT_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench window`."""
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the file")
+    add_place_arguments(parser)
     parser.add_argument("--layers", type=int, default=32, help="layers of a page")
     parser.add_argument("--slice", default="256KiB", help="bytes of a page in one layer")
     parser.add_argument(
@@ -73,12 +76,15 @@ class LoadTimes:
 
 
 class Reader:
-    """Loads pages from the shared file into memory of its own."""
+    """An engine of its own, which loads pages from the shared members into memory of its own."""
 
-    def __init__(self, path: Path, layers: int, slice_nbytes: int, window: int | None) -> None:
+    def __init__(
+        self, members: Sequence[FileMember], layers: int, slice_nbytes: int, window: int | None
+    ) -> None:
         self._layers, self._slice_nlb = layers, slice_nbytes // _LBA_NBYTES
+        self._members, self._slots = len(members), slots_of(len(members))
         with ExitStack() as undo:
-            controller = undo.enter_context(FileController([path], lba_nbytes=_LBA_NBYTES))
+            controller = undo.enter_context(FileController(members, lba_nbytes=_LBA_NBYTES))
             self.engine = Engine(
                 controller, window_nbytes=window, command_nbytes_max=COMMAND_NBYTES
             )
@@ -95,8 +101,17 @@ class Reader:
         self, opcode: int, group: int, first: int, pages: int, compute_ms: float = 0
     ) -> LoadTimes:
         """Moves `pages` slots of a group, waiting `compute_ms` after each layer that is ready."""
-        slba = (group * self._layers * _GROUP + first) * self._slice_nlb
-        extents = Extents([slba], [1], [pages], self._slice_nlb, _GROUP * self._slice_nlb)
+        # Page i of a group is on member i % members; the first page on each, and their number.
+        heads = first + np.arange(min(self._members, pages))
+        counts = -(-(first + pages - heads) // self._members)
+        slots = group * self._layers * self._slots + heads // self._members
+        extents = Extents(
+            slots * self._slice_nlb,
+            1 + heads % self._members,
+            counts,
+            self._slice_nlb,
+            self._slots * self._slice_nlb,
+        )
         ready: U64 = np.zeros(self._layers, np.uint64)
         job = self.engine.submit(
             opcode,
@@ -124,34 +139,45 @@ def _compute(duration_ms: float) -> None:
     time.sleep(duration_ms / 1e3)
 
 
-@contextmanager
-def _file(folder: Path, nbytes: int) -> Iterator[Path]:
-    path = folder / "tutti-bench-window"
-    if path.exists():
-        raise ConfigError(f"{path} is there already; remove it")
-    try:
-        allocate_file(path, nbytes)
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+def slots_of(members: int) -> int:
+    """Pages of a group on each member."""
+    return -(-_GROUP // members)
+
+
+def member_nbytes(members: int, layers: int, slice_nbytes: int) -> int:
+    """What all groups take on each member."""
+    return _GROUPS * layers * slots_of(members) * slice_nbytes
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Loads of every size in turns, and loops that compute between layers.
 
-    Raises ConfigError for unacceptable numbers, MediumError when a transfer fails.
+    Raises ConfigError for unacceptable numbers, Unsupported for drives of vfio, PoolExists for what
+    is there already, CapacityError for small devices, MediumError when a transfer fails.
     """
+    places = pool_paths(args, "window")
+    if any(map(is_drive, places)):
+        raise Unsupported("two engines need each member, and vfio has a drive for one; give files")
     slice_nbytes = parse_nbytes(args.slice)
     if slice_nbytes % _LBA_NBYTES or not 0 < max(args.pages) <= _GROUP or min(args.pages) < 1:
         raise ConfigError(f"use slices of whole 4 KiB blocks, and 1 to {_GROUP} pages")
     if min(args.layers, args.rounds) < 1 or any(factor <= 0 for factor in args.compute):
         raise ConfigError("--layers and --rounds count from 1; factors of --compute are above 0")
-    nbytes = _GROUPS * args.layers * _GROUP * slice_nbytes
+    nbytes = member_nbytes(len(places), args.layers, slice_nbytes)
     with ExitStack() as stack:
-        path = stack.enter_context(_file(args.dir, nbytes))
+        stack.enter_context(temporary_members(places, nbytes, force=args.force))
+        members = []
+        for place in places:
+            members.append(FileMember(place, lock=True))
+            stack.callback(members[-1].close)
+            if (has := members[-1].nbytes) < nbytes:
+                raise CapacityError(
+                    f"{place} has {format_nbytes(has)}, not {format_nbytes(nbytes)}; give a larger"
+                    " one, fewer --layers or a shorter --slice"
+                )
         readers = {}
         for name, window in (("found", None), ("fixed", FIXED_COMMANDS * COMMAND_NBYTES)):
-            readers[name] = Reader(path, args.layers, slice_nbytes, window)
+            readers[name] = Reader(members, args.layers, slice_nbytes, window)
             stack.callback(readers[name].close)
         bench = _Bench(readers, args, slice_nbytes)
         bench.fill()
@@ -177,22 +203,24 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "layers": args.layers,
         "slice_nbytes": slice_nbytes,
         "rounds": args.rounds,
-        "machine": describe(),
+        "members": len(places),
+        "machine": describe(medium_of(args)),
     }
 
 
 def _window_of(reader: Reader) -> dict[str, Any]:
-    stats = reader.engine.windows()[0]
+    """Of all service threads, one for each drive: sums, and the longest latency."""
+    drives = reader.engine.windows()
     return {
-        "window_nbytes": int(stats.window_nbytes[0]),
-        "rate_gb_per_s": stats.rate[0] / 1e9,
-        "latency_us": stats.latency_ns[0] / 1e3,
-        "samples": int(stats.samples[0]),
+        "window_nbytes": sum(int(drive.window_nbytes[0]) for drive in drives),
+        "rate_gb_per_s": sum(drive.rate[0] for drive in drives) / 1e9,
+        "latency_us": max(drive.latency_ns[0] for drive in drives) / 1e3,
+        "samples": sum(int(drive.samples[0]) for drive in drives),
     }
 
 
 class _Bench:
-    """The rounds over one file."""
+    """The rounds over the members."""
 
     def __init__(
         self, readers: dict[str, Reader], args: argparse.Namespace, slice_nbytes: int
@@ -203,7 +231,7 @@ class _Bench:
         self.single_ms = 0.0
 
     def fill(self) -> None:
-        """Writes the file once, so that no read meets an unwritten extent."""
+        """Writes all groups once, so that no read meets an unwritten extent."""
         for group in range(_GROUPS):
             self._readers["fixed"].move(OPCODE_WRITE, group, 0, _GROUP)
 

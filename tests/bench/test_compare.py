@@ -45,7 +45,7 @@ SHOWS = {
     "figures",
 }
 #: Their benches import the store, and these results come from parts that do not use it.
-OPEN_NO_STORE = {"slack"}
+OPEN_NO_STORE = {"slack", "window"}
 #: Packages whose code decides what a result shows, even where no store is opened.
 CHOOSES = {"placement", "transfers", "scheduler", "cluster", "node"}
 
@@ -320,7 +320,7 @@ def test_a_result_depends_on_all_that_its_bench_imports(name: str) -> None:
         if file.parent.name in CHOOSES and file.exists():
             assert any(file == path or path in file.parents for path in known), file
     if others & {"tutti", "tutti.store", "tutti.store.open"}:
-        assert set(DEPENDS["window"]) - {"bench/window.py"} <= set(DEPENDS[name])
+        assert set(DEPENDS["threads"]) - {"bench/threads.py"} <= set(DEPENDS[name])
         assert {"tutti/store.py", "tutti/transfers", "tutti/scheduler"} <= set(DEPENDS[name])
 
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loop_devices import Loop, loop_devices
 
 from tutti import cli
 from tutti.base.units import MiB
+from tutti.bench import window
 from tutti.gio_uring.drives.device_content import contents
+from tutti.gio_uring.iocb import Extents
 from tutti.pool.pool_format import is_labelled
 
 SMALL = {
     "bandwidth": "bench bandwidth --shapes 2x16KiB --seconds 0.05 --capacity 24MiB --batch 1MiB"
     " --memory 8MiB",
     "replay": "replay --requests 20 --capacity 24MiB --shape 1x32KiB --pages 64 --page-size 512",
+    "window": "bench window --layers 2 --slice 4KiB --pages 1 3 --rounds 2 --warm 0.1 --compute 1",
     "profile": "profile --sizes 1MiB --slices 64KiB --repeats 1 --file-size 8MiB",
+}
+#: With several pools at a time, which no device holds.
+FOLDERS = {
+    "short": "bench short --calls 2 --rounds 3",
+    "agent": "bench agent --rounds 3 --pages 16 --batch 4 --clients 0",
 }
 
 
@@ -46,11 +55,11 @@ def members(result: dict[str, object]) -> object:
 
 def words_of(command: str, where: list[str], tmp_path: Path) -> list[str]:
     option = "--medium" if command == "profile" else "--path" if "/dev" in where[0] else "--dir"
-    words = [*SMALL[command].split(), option, *where]
+    words = [*{**SMALL, **FOLDERS}[command].split(), option, *where]
     return [*words, "--out", str(tmp_path / "out.json")] if command == "profile" else words
 
 
-@pytest.mark.parametrize("command", ["bandwidth", "replay"])
+@pytest.mark.parametrize("command", ["bandwidth", "replay", "window", *FOLDERS])
 def test_two_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -95,3 +104,42 @@ def test_a_device_that_was_given_to_a_server(
     assert is_labelled(devices[1])
     run(capsys, [*words, "--force", str(tmp_path / "image1")])
     assert not is_labelled(devices[1]), "devices are blank afterwards"
+
+
+def test_what_two_engines_cannot_share_is_refused(
+    devices: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["bench", "window", "--layers", "4", "--slice", "64KiB", "--path", devices[0]]
+    assert cli.main(words) == 3
+    assert "has 32 MiB, not 64 MiB" in capsys.readouterr().err
+    monkeypatch.setattr(window, "is_drive", lambda place: place == devices[0])
+    assert cli.main(words) == 3
+    assert "vfio has a drive for one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", FOLDERS)
+def test_devices_that_hold_one_pool_are_refused(
+    command: str, devices: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words_of(command, devices, tmp_path)) == 3
+    assert "give folders with --dir" in capsys.readouterr().err
+
+
+def test_pages_of_a_window_lie_on_all_members(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[int, int, int]] = []
+
+    def extents(slba: Any, nsid: Any, count: Any, *lengths: int) -> Extents:
+        if len(slba) > 1:
+            commands.extend(zip(map(int, nsid), map(int, slba), map(int, count), strict=True))
+        return Extents(slba, nsid, count, *lengths)
+
+    monkeypatch.setattr(window, "Extents", extents)
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    run(capsys, words_of("window", [str(folder) for folder in folders], tmp_path))
+    written = {(n, slba, count) for n, slba, count in commands if count > 1}
+    assert written == {(n + 1, 44 * group, 22 - (n > 0)) for n in range(3) for group in range(4)}
+    assert {n for n, _, count in commands if count == 1} == {1, 2, 3}

@@ -35,12 +35,12 @@ _RING_EXAMPLE = """\
 example:
   tutti bench ring"""
 _WINDOW = """\
-Compares two engines that load pages from a file in turns. One adapts its window (the bytes in
-flight) while it runs; the other always has 32 commands in flight. Reports when the first layer
+Compares two engines that load pages from the same files in turns. One adapts its window (the bytes
+in flight) while it runs; the other always has 32 commands in flight. Reports when the first layer
 arrives, the bandwidth of the whole load, and how long a computation waits for its layers."""
 _WINDOW_EXAMPLE = """\
 example:
-  tutti bench window --dir /mnt/nvme"""
+  tutti bench window --dir /mnt/nvme0 /mnt/nvme1"""
 _SHORT = """\
 Measures transfers of a few pages. In a pool in memory: the CPU time of a put, and of a look-up with
 a load, until the call returns. On a file: how long one page of 8 MiB takes until it is

@@ -1,0 +1,43 @@
+"""Files and devices that a benchmark uses without a pool, or for several pools at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tutti.errors import Unsupported
+from tutti.gio_uring.file_creation import allocate_file
+from tutti.pool.places import is_device
+from tutti.pool.pool_format import label, make_blank
+
+
+def beside(paths: Sequence[str], name: str) -> list[str]:
+    """A file next to each of a pool's, for a second pool.  Raises Unsupported for devices."""
+    if devices := [path for path in paths if is_device(path)]:
+        raise Unsupported(
+            f"{devices[0]} is a device, which holds one pool, and this bench has several at a time;"
+            " give folders with --dir"
+        )
+    return [f"{path}.{name}" for path in paths]
+
+
+@contextmanager
+def temporary_members(
+    places: Sequence[str], nbytes: int, *, prewrite: bool = False, force: Sequence[str] = ()
+) -> Iterator[None]:
+    """Makes files of a size and takes devices; at the end removes them, or makes them blank.
+
+    prewrite: write the files once.  force: serial numbers of drives that may be overwritten.
+    Raises PoolExists for what is there or is not blank, and what making and opening them raises.
+    """
+    devices = [place for place in places if is_device(place)]
+    with ExitStack() as undo:
+        if devices:
+            label(devices, force=list(force))
+            undo.callback(make_blank, devices)
+        for place in places:
+            if place not in devices:
+                allocate_file(place, nbytes, prewrite=prewrite, may_exist=False)
+                undo.callback(os.unlink, place)
+        yield
