@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import re
 import subprocess
@@ -96,6 +97,9 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: What the rows of a figure in docs/figures depend on, by their source.
+_ROWS = {"simulated": "simulate", "measured": "residency"}
+
 #: Lines of C++ without code: comments, and names of files.
 _NO_CODE = re.compile(r'\s*(//|#include "|$)')
 
@@ -137,6 +141,17 @@ def is_stale(name: str, result: dict[str, Any], root: Path) -> bool:
             gone.update([before] if before is not None else [])
             new.update([now] if now is not None else [])
     return gone != new
+
+
+def figure_is_stale(file: Path, root: Path) -> bool:
+    """Whether the code behind a row of a figure's CSV was changed after the commit of the row."""
+    with file.open(newline="") as lines:
+        made = {(row["source"], row["commit"]) for row in csv.DictReader(lines)}
+    return any(
+        is_stale(_ROWS[source], {"machine": {"commit": commit}}, root)
+        for source, commit in made
+        if source in _ROWS
+    )
 
 
 @functools.cache

@@ -5,8 +5,8 @@
 A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.  It is
 marked as stale where the code that it measures was changed since.  One that `make bench` measures
 and that is not there yet says so.  Pages that only link to a result have
-`<!-- state: NAME --><!-- end -->` there; they are written too: those beside the page, and the
-README above it.
+`<!-- state: NAME --><!-- end -->` there, for a figure `figures/NAME`; they are written too: those
+beside the page, and the README above it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def render(text: str, results: Path) -> str:
         return f"{match[1]}\n{_tables(result)}{STALE if stale else ''}\n\n{match[3]}"
 
     def state(match: re.Match[str]) -> str:
-        return f"{match[1]}{STATE if read(match[2])[1] else ''}{match[3]}"
+        root, name = results.resolve().parents[1], match[2]
+        if name.startswith("figures/"):
+            stale = history and freshness.figure_is_stale(root / "docs" / f"{name}.csv", root)
+        else:
+            stale = read(name)[1]
+        return f"{match[1]}{STATE if stale else ''}{match[3]}"
 
     return _STATE.sub(state, _BLOCK.sub(table, text))
 

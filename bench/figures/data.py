@@ -22,7 +22,8 @@ RATE, BANDWIDTH, PREFIX, HIT_RATE, COST = "rate", "bandwidth", "prefix", "hit-ra
 SHARE, BUBBLE, RESIDENCY = "share", "bubble", "residency"
 PUBLISHED = "published"
 
-#: Columns of each figure.  source: one of SOURCES; every figure has it.
+#: Columns of each figure; every one has these two.  source: one of SOURCES.  commit: of the code
+#: that simulated or measured the row.
 COLUMNS = {
     RATE: (
         *("system", "source", "rate", "ttft_ms", "ttft_low_ms", "ttft_high_ms"),
@@ -49,9 +50,10 @@ COLUMNS = {
     ),
 }
 COLUMNS[HIT_RATE] = COLUMNS[PREFIX]
+COLUMNS = {kind: (*columns, "commit") for kind, columns in COLUMNS.items()}
 KINDS = tuple(COLUMNS)
 SOURCES = ("measured", "simulated", "emulated", PUBLISHED)
-_TEXT = ("system", "source", "phase", "unstable", "partial")
+_TEXT = ("system", "source", "phase", "unstable", "partial", "commit")
 
 
 def read_csv(path: Path, kind: str) -> list[Row]:
@@ -143,7 +145,9 @@ def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> lis
         rows = make()
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(f"{name} is not a whole result ({error!r}); measure it again") from error
-    shown = [{c: "" if row[c] is None else str(row[c]) for c in COLUMNS[kind]} for row in rows]
+    commit = {"commit": result.get("machine", {}).get("commit", "")}
+    lines = [{**row, **commit} for row in rows]
+    shown = [{c: "" if row[c] is None else str(row[c]) for c in COLUMNS[kind]} for row in lines]
     return checked(shown, kind, name)
 
 

@@ -68,6 +68,8 @@ def draw(
         axis.grid(alpha=0.3, linewidth=0.5)
         axis.set_axisbelow(True)
     figure.suptitle(f"{title} ({_label(rows)})", fontsize=11)
+    if commits := sorted({row["commit"] for row in rows} - {""}):
+        figure.text(0.0, -0.02, f"commit {', '.join(commits)}", fontsize=6, color="grey")
     figure.tight_layout()
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
     for path in paths:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tutti.bench.environment import commit_of
 from tutti.bench.figures.data import (
     BANDWIDTH,
     BUBBLE,
@@ -67,14 +68,15 @@ def write_paper(
         "tutti-fig14": (COST, lambda: _fig14(machine)),
     }
     chosen = [name for name in makers if not only or name in only]
+    made = {"source": SIMULATED, "commit": commit_of(Path(__file__).parent)}
     for name in chosen:
         kind, make = makers[name]
-        write_csv(folder / f"{name}.csv", [_row(kind, values) for values in make()], kind)
+        write_csv(folder / f"{name}.csv", [_row(kind, made | values) for values in make()], kind)
     return [f"{name}.csv" for name in chosen]
 
 
 def _row(kind: str, values: dict[str, Any]) -> Row:
-    shown = {"source": SIMULATED, **values}
+    shown = values | ({"commit": ""} if values["source"] == PUBLISHED else {})
     shown["system"] = NAMES.get(shown["system"], shown["system"])
     return {c: "" if shown.get(c) is None else _text(shown[c]) for c in COLUMNS[kind]}
 

@@ -17,7 +17,7 @@ from typing import Any
 from tutti.arguments import above_zero, positive
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import TiB, parse_nbytes
-from tutti.bench.environment import describe
+from tutti.bench.environment import commit_of, describe
 from tutti.bench.figures.data import RATE, Row, write_csv
 from tutti.bench.simulate import report as simulate_report
 from tutti.bench.simulate.calibration import (
@@ -340,10 +340,12 @@ def csv_rows(rows: list[dict[str, Any]]) -> list[Row]:
     for row in rows:
         groups.setdefault((system_of(row), row["router"], row["rate"]), []).append(row)
     found, several = [], len({row["router"] for row in rows}) > 1
+    commit = commit_of(Path(__file__).parent)
     for (system, router, rate), runs in groups.items():
         line = {
             "system": f"{system}, {router}" if several else system,
             "source": SIMULATED,
+            "commit": commit,
             "rate": str(rate),
         }
         for name in ("ttft", "itl"):

@@ -274,6 +274,8 @@ def test_a_page_that_links_to_a_result_has_its_state(page: Path) -> None:
 
 def test_every_result_is_shown_and_known() -> None:
     shown = "".join(page.read_text() for page in pages_of(RESULTS_PAGE))
+    for figure in (ROOT / "docs/figures").glob("*.csv"):
+        assert f"<!-- state: figures/{figure.stem} -->" in RESULTS_PAGE.read_text()
     for file in RESULTS.glob("*.json"):
         result = json.loads(file.read_text())
         assert file.stem == MANIFEST or depends(file.stem, result)
@@ -351,6 +353,23 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
     assert is_stale("ring", unknown, tmp_path)
+
+
+def test_a_figure_is_stale_when_the_code_behind_its_rows_has_changed(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    code, results = tmp_path / "bench/simulate/server.py", tmp_path / "bench/results"
+    for folder in (code.parent, results, tmp_path / "docs/figures"):
+        folder.mkdir(parents=True)
+    code.write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    rows = f"a,simulated,{git('rev-parse', 'HEAD')}\nb,published,\n"
+    (tmp_path / "docs/figures/one.csv").write_text(f"system,source,commit\n{rows}")
+    page = "Figure 1<!-- state: figures/one --><!-- end -->"
+    assert render(page, results) == page
+    code.write_text("2")
+    assert render(page, results) == page.replace(" --><", f" -->{STATE}<", 1)
 
 
 def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> None:

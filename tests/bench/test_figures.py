@@ -81,7 +81,7 @@ def residency_result() -> dict[str, Any]:
         for name in ("direct only", "dual path")
         for limit in (0.5, 1.0)
     ]
-    return {"benchmark": "residency", "cells": cells}
+    return {"benchmark": "residency", "cells": cells, "machine": {"commit": "0123456789ab"}}
 
 
 RESULTS: dict[str, list[dict[str, Any]]] = {
@@ -120,6 +120,9 @@ def test_every_figure_is_drawn_again_from_its_csv(kind: str, tmp_path: Path) -> 
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "figure.png").read_bytes()
     assert (tmp_path / "figure.png").read_bytes()[1:4] == b"PNG"
     assert "wrote figure.csv" in figures.report(result)
+    commits = {row["commit"] for row in read_csv(tmp_path / "figure.csv", kind)}
+    assert commits == ({"0123456789ab"} if kind == RESIDENCY else {""})
+    assert ("commit 0123456789ab" in picture_text(tmp_path, kind)) == (kind == RESIDENCY)
 
 
 @pytest.mark.parametrize(("kind", "word"), [(RATE, "simulated"), (BANDWIDTH, "emulated")])
@@ -146,6 +149,7 @@ def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: 
         assert csv.with_suffix(".png").read_bytes()[1:4] == b"PNG"
         text = csv.with_suffix(".svg").read_text()
         assert re.search(r"\((simulated|measured)\)", text), "the picture says how it was made"
+        assert re.search(r"commit [0-9a-f]{12}\b", text), "and from which code"
         assert "round-robin" not in text, "the router is not part of a system's name"
         assert (FIGURES / f"{one.name}.png").exists() and (FIGURES / f"{one.name}.svg").exists()
     (tmp_path / "tutti-fig11.csv").unlink()
@@ -264,12 +268,12 @@ def test_the_crossing_of_hit_rates_is_reported(tmp_path: Path) -> None:
     [
         ("", "no row"),
         ("system,source\na,measured\n", "lacks rate"),
-        ("{header}\na,measured,fast,1,1,1,1,1,1,no,no\n", "rate is 'fast', no number"),
-        ("{header}\na,measured,nan,1,1,1,1,1,1,no,no\n", "rate is 'nan', no number"),
-        ("{header}\na,guessed,1,1,1,1,1,1,1,no,no\n", "source is one of"),
+        ("{header}\na,measured,fast,1,1,1,1,1,1,no,no,c\n", "rate is 'fast', no number"),
+        ("{header}\na,measured,nan,1,1,1,1,1,1,no,no,c\n", "rate is 'nan', no number"),
+        ("{header}\na,guessed,1,1,1,1,1,1,1,no,no,c\n", "source is one of"),
         ("{header}\na,measured,1\n", "lacks ttft_ms"),
-        ("{header},colour\na,measured,1,1,1,1,1,1,1,no,no,red\n", "has colour in line 2"),
-        ("{header}\na,measured,1,1,1,1,1,1,1,no,no,1\n", "a cell without a column"),
+        ("{header},colour\na,measured,1,1,1,1,1,1,1,no,no,c,red\n", "has colour in line 2"),
+        ("{header}\na,measured,1,1,1,1,1,1,1,no,no,c,1\n", "a cell without a column"),
         ("\x00\xff", "give a CSV|no row|lacks"),
     ],
 )

@@ -104,4 +104,5 @@ def test_the_figures_of_the_paper_are_written(tmp_path: Path) -> None:
     for name in drawn.keys() & set(names):
         rows = read_csv(tmp_path / name, drawn[name])
         assert {row["source"] for row in rows} <= {"simulated", "published"}
+        assert all(bool(row["commit"]) == (row["source"] == "simulated") for row in rows)
         assert all(row["system"] in NAMES.values() for row in rows)
