@@ -41,6 +41,7 @@ class Result:
 
     prints: the result is what the command prints; otherwise it writes NAME.json into {out}.
     sglang: it runs with the Python that has SGLang.  limit_s: a step that takes longer is ended.
+    picture: what NAME.png shows, for a step that draws one for the page.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Result:
     limit_s: float
     prints: bool = False
     sglang: bool = False
+    picture: str = ""
 
 
 def _compare(name: str, limit_s: float, more: str = "") -> Result:
@@ -87,11 +89,13 @@ STEPS = (
     _compare("index", 240),
     Result("ring", "tutti.cli bench ring --json", 120, prints=True),
     _compare("digest", 60),
-    Result("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240),
+    Result("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240,
+         picture="speed over bytes and slice size, and the estimated times of layers"),
     Result("agent", "tutti.cli bench agent --dir {dir} --rounds 1000 --json", 120, prints=True),
     Result("submit", "tutti.cli bench submit --pages 128 16384 --repeats 101 --json", 240,
          prints=True),
-    Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420),
+    Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420,
+         picture="reads of each path and size of block over the depth: GB/s, and p99"),
 )  # fmt: skip
 
 
@@ -229,7 +233,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _take(
     step: Result, made: Path, out: Path, done: subprocess.CompletedProcess[str], commit: str
 ) -> str:
-    """Moves a result to its place if it is one of this commit, and whole."""
+    """Moves a result to its place if it is one of this commit, and whole.
+
+    With its picture; without a new one the page's old one goes, as it is of other numbers.
+    """
     file = made / f"{step.name}.json"
     if done.returncode != 0 or not file.exists():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -240,7 +247,9 @@ def _take(
     if lacking := _lacking(result):
         return f"not measured: {'; '.join(lacking)}"
     shutil.copyfile(file, out / file.name)
-    for picture in out.glob(f"{step.name}.[ps][nv]g"):
+    if step.picture:
+        picture = out / f"{step.name}.png"
+        picture.unlink(missing_ok=True)
         if (made / picture.name).exists():
             shutil.copyfile(made / picture.name, picture)
     return "measured"

@@ -2,7 +2,8 @@
 
     python -m tutti.bench.summary docs/results.md bench/results
 
-A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json.  It is
+A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json, below
+the picture NAME.png where `make bench` draws one.  It is
 marked as stale where the code that it measures was changed since.  One that `make bench` measures
 and that is not there yet says so.  Pages that only link to a result have
 `<!-- state: NAME --><!-- end -->` there, for a figure `figures/NAME`; they are written too: those
@@ -64,7 +65,7 @@ def render(text: str, results: Path) -> str:
     Outside of a checkout with its history no table is marked as stale.
     """
     history = freshness.has_history(results)
-    measured_later = {step.name for step in store_results.STEPS}
+    pictures = {step.name: step.picture for step in store_results.STEPS}
 
     def read(name: str) -> tuple[dict[str, Any], bool]:
         path = results / f"{name}.json"
@@ -75,10 +76,14 @@ def render(text: str, results: Path) -> str:
         return result, stale
 
     def table(match: re.Match[str]) -> str:
-        if match[2] in measured_later and not (results / f"{match[2]}.json").exists():
+        name = match[2]
+        if name in pictures and not (results / f"{name}.json").exists():
             return f"{match[1]}\n{NOT_MEASURED}\n\n{match[3]}"
-        result, stale = read(match[2])
-        return f"{match[1]}\n{_tables(result)}{STALE if stale else ''}\n\n{match[3]}"
+        result, stale = read(name)
+        shown = f"{_tables(result)}{STALE if stale else ''}"
+        if pictures.get(name) and (results / f"{name}.png").exists():
+            shown = f"![{pictures[name]}](../bench/results/{name}.png)\n\n{shown}"
+        return f"{match[1]}\n{shown}\n\n{match[3]}"
 
     def state(match: re.Match[str]) -> str:
         root, name = results.resolve().parents[1], match[2]

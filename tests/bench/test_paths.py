@@ -47,6 +47,7 @@ def test_every_cell_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert len(row["runs"]) == 2  # type: ignore[arg-type]
     assert not any((tmp_path / "medium").iterdir())
     page = render("<!-- result: paths -->\n<!-- end -->\n", out.parent)
+    assert ("](../bench/results/paths.png)" in page) == out.with_suffix(".png").exists()
     assert "| page-cache | write | 64 KiB | 8 |" in page and "commands by SGL" in page
 
 

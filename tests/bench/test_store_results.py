@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,14 @@ def test_a_result_replaces_the_old_one(
     assert run(tmp_path, step, monkeypatch=monkeypatch) == {"step": "measured"}
     assert json.loads((tmp_path / "step.json").read_text())["machine"]["commit"] == COMMIT
     assert not (tmp_path / "step.png").exists(), "no page shows such a picture"
-    (tmp_path / "step.png").write_text("old")
-    run(tmp_path, step, monkeypatch=monkeypatch)
+    shown = replace(step, picture="what it shows")
+    run(tmp_path, shown, monkeypatch=monkeypatch)
     assert (tmp_path / "step.png").read_text() == "picture"
+    (tmp_path / "stepmodule.py").write_text(
+        (tmp_path / "stepmodule.py").read_text().replace("step.png", "other.png")
+    )
+    run(tmp_path, shown, monkeypatch=monkeypatch)
+    assert not (tmp_path / "step.png").exists(), "it would be of the old numbers"
 
 
 @pytest.mark.parametrize(
