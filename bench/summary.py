@@ -3,11 +3,10 @@
     python -m tutti.bench.summary docs/results.md bench/results
 
 A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json, below
-the picture NAME.png where `make bench` draws one.  It is
-marked as stale where the code that it measures was changed since.  One that `make bench` measures
-and that is not there yet says so.  Pages that only link to a result have
-`<!-- state: NAME --><!-- end -->` there, for a figure `figures/NAME`; they are written too: those
-beside the page, and the README above it.
+the picture NAME.png where `make bench` draws one.  It is marked as stale where the code that it
+measures was changed since.  One that `make bench` measures and that is not there yet says so.
+Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, for a figure
+`figures/NAME`; they are written too: those beside the page, and the README above it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from tutti.bench import (
     threads,
     window,
 )
+from tutti.bench.charts import Bars, bars_svg
 from tutti.bench.compare import commits
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
@@ -194,6 +194,17 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Versions: {versions}."])
 
 
+def _peers_picture(result: dict[str, Any]) -> str:
+    """The README's: an SVG of the largest pages."""
+    cell, machine = next(iter(result["cells"].values())), result["machine"]
+    charts = [
+        Bars(f"{phase}, GB/s", [(n, p[phase]["median_gb_per_s"]) for n, p in cell["peers"].items()])
+        for phase in ("load", "store")
+    ]
+    where = f"on a {machine['cores']}-core machine (measured, commit {machine['commit']})"
+    return bars_svg(f"Pages of {format_nbytes(cell['page_nbytes'])} {where}", charts)
+
+
 def _fuzz(result: dict[str, Any]) -> str:
     targets = result["targets"].items()
     rows = [
@@ -264,7 +275,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the pages."""
+    """Rewrites the pages, and draws the README's picture."""
     parser = argparse.ArgumentParser(prog="tutti.bench.summary", description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("results", type=Path)
@@ -272,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for page in pages_of(args.page):
             page.write_text(render(page.read_text(), args.results))
+        if (compared := args.results / "peers.json").exists():
+            picture = _peers_picture(json.loads(compared.read_text()))
+            compared.with_suffix(".svg").write_text(picture)
     except ConfigError as error:
         print(f"tutti.bench.summary: {error}", file=sys.stderr)
         return 3

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tutti.bench import summary
 from tutti.bench.charts import Bars, bars_svg, bars_text
 
 ROOT = Path(__file__).parents[2]
@@ -26,15 +28,14 @@ def test_the_svg_is_xml_and_its_bars_have_the_lengths() -> None:
     assert len(bars) == 3
 
 
-def test_the_readmes_picture_is_drawn_from_the_committed_result() -> None:
-    result = json.loads((ROOT / "bench/results/peers.json").read_text())
-    peers = next(iter(result["cells"].values()))["peers"]  # the largest pages
-    charts = [
-        Bars(
-            f"{phase}, GB/s",
-            [(name, facts[phase]["median_gb_per_s"]) for name, facts in peers.items()],
-        )
-        for phase in ("load", "store")
-    ]
-    drawn = bars_svg("Pages of 8 MiB on a 2-core machine with one virtio disk", charts)
+def test_the_readmes_picture_is_drawn_from_the_result(tmp_path: Path) -> None:
+    results, page = tmp_path / "bench/results", tmp_path / "docs/results.md"
+    for folder in (results, page.parent):
+        folder.mkdir(parents=True)
+    page.write_text("")
+    shutil.copy(ROOT / "bench/results/peers.json", results)
+    assert summary.main([str(page), str(results)]) == 0
+    drawn = (results / "peers.svg").read_text()
     assert (ROOT / "bench/results/peers.svg").read_text() == drawn
+    commit = json.loads((results / "peers.json").read_text())["machine"]["commit"]
+    assert f"(measured, commit {commit})" in drawn
