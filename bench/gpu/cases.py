@@ -19,9 +19,9 @@ from tutti.bench.controller_memory import MemoryController
 from tutti.bench.gpu.rig import (
     MOVERS,
     DevicePages,
+    GpuUnderTest,
     LayerLoad,
     PlainCopies,
-    TestedGpu,
     count_for,
     spin_until,
     transfers,
@@ -75,7 +75,7 @@ class Row:
     work: Callable[[], dict[str, Any]]
 
 
-Case = Callable[[TestedGpu, RoundPlan], list[Row]]
+Case = Callable[[GpuUnderTest, RoundPlan], list[Row]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Way:
         return f"{self.engine}, {self.mover}{blocks}"
 
 
-def round_trips(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def round_trips(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """Bytes that are stored and loaded again are the same, by every engine and mover."""
     ways = [Way("host", mover) for mover in _movers(machine)]
     if machine.modules is not None:
@@ -101,7 +101,7 @@ def round_trips(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     return [Row(f"round trip, {way.name}", partial(_trip, machine, way)) for way in ways]
 
 
-def _trip(machine: TestedGpu, way: Way) -> dict[str, Any]:
+def _trip(machine: GpuUnderTest, way: Way) -> dict[str, Any]:
     load = LayerLoad(64 * KiB, 16, layers=4)
     with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
         pages = DevicePages(machine.driver, load)
@@ -112,7 +112,7 @@ def _trip(machine: TestedGpu, way: Way) -> dict[str, Any]:
     return {"verdict": verdict, "right": verdict == "right"}
 
 
-def open_engine(machine: TestedGpu, way: Way, **how: Any) -> Any:
+def open_engine(machine: GpuUnderTest, way: Way, **how: Any) -> Any:
     """A context manager that opens the engine of a way."""
     if way.engine == "host":
         return machine.host_engine(way.mover, blocks=way.blocks, **how)
@@ -120,7 +120,7 @@ def open_engine(machine: TestedGpu, way: Way, **how: Any) -> Any:
 
 
 @contextmanager
-def _checker(machine: TestedGpu, pages: DevicePages) -> Iterator[Callable[[Any], str]]:
+def _checker(machine: GpuUnderTest, pages: DevicePages) -> Iterator[Callable[[Any], str]]:
     """What stores random pages with an engine, wipes them and loads them: "right", or how many
     bytes are not.  Pins its memory before the engine is there.
     """
@@ -152,17 +152,17 @@ def _checker(machine: TestedGpu, pages: DevicePages) -> Iterator[Callable[[Any],
         pinned.close()
 
 
-def _movers(machine: TestedGpu) -> list[str]:
+def _movers(machine: GpuUnderTest) -> list[str]:
     has = {"copy-batch": machine.driver.has_copy_batch, "kernel": machine.modules is not None}
     return [name for name in MOVERS if has.get(name, True)]
 
 
-def copy_engines(machine: TestedGpu) -> Way:
+def copy_engines(machine: GpuUnderTest) -> Way:
     """Engine host with the best copies that the driver has."""
     return Way("host", _movers(machine)[0])
 
 
-def first(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def first(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """The most important answers: is it right, and how fast are both movers."""
     best = copy_engines(machine)
     loads = [plan.load(n) for n in SLICES]
@@ -174,7 +174,7 @@ def first(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     return [*round_trips(machine, plan), *rows]
 
 
-def engine(name: str, machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def engine(name: str, machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """One engine with each of its movers over a medium that moves nothing, against one memcpy."""
     if name in KINDS and machine.modules is None:
         raise Unsupported("no device code is loaded")
@@ -191,7 +191,12 @@ def engine(name: str, machine: TestedGpu, plan: RoundPlan) -> list[Row]:
 
 
 def _row(
-    machine: TestedGpu, plan: RoundPlan, way: Way, load: LayerLoad, direction: str, bar: str = "one"
+    machine: GpuUnderTest,
+    plan: RoundPlan,
+    way: Way,
+    load: LayerLoad,
+    direction: str,
+    bar: str = "one",
 ) -> Row:
     pieces = f"{format_nbytes(load.slice_nbytes)} in {load.segments}"
     name = f"{way.name}, {direction}, slices of {pieces}, against {bar}"
@@ -199,7 +204,7 @@ def _row(
 
 
 def against_copies(
-    machine: TestedGpu, plan: RoundPlan, way: Way, load: LayerLoad, direction: str, bar: str
+    machine: GpuUnderTest, plan: RoundPlan, way: Way, load: LayerLoad, direction: str, bar: str
 ) -> dict[str, Any]:
     """An engine over a medium that moves nothing, and plain copies of as many bytes by turns."""
     # Two transfers at once have all their layers staged, or as many as the engine's default allows.
@@ -234,7 +239,7 @@ def against_copies(
     }
 
 
-def scatter(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def scatter(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """Layers of 64K tokens in pages of 16 and 64, fragments of 32 and 128 KiB, K and V, against the
     batch call alone and against a loop.
     """
@@ -249,7 +254,7 @@ def scatter(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     return rows
 
 
-def multiprocessors(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def multiprocessors(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
@@ -261,7 +266,7 @@ def multiprocessors(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     ]
 
 
-def cpu_time(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def cpu_time(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """CPU time of the whole process for 10^9 bytes, one engine after the other and back again."""
     ways = [copy_engines(machine)]
     if machine.modules is not None:

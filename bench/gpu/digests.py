@@ -13,7 +13,7 @@ from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
 from tutti.bench.gpu.cases import RoundPlan, Row, copy_engines
 from tutti.bench.gpu.interference import loads_beside
-from tutti.bench.gpu.rig import DevicePages, LayerLoad, TestedGpu, poll_until, transfers
+from tutti.bench.gpu.rig import DevicePages, GpuUnderTest, LayerLoad, poll_until, transfers
 from tutti.bench.statistics import bootstrap_median, ratios
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
@@ -21,7 +21,7 @@ from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 
 
-def digests(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def digests(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """XXH3 of slices in GPU memory on at most 8 blocks, alone and while the copy engine runs."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
@@ -31,7 +31,7 @@ def digests(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
     ]
 
 
-def _digests(machine: TestedGpu, plan: RoundPlan, blocks: int) -> dict[str, Any]:
+def _digests(machine: GpuUnderTest, plan: RoundPlan, blocks: int) -> dict[str, Any]:
     # As many slices in a layer as a long prefix has: a warp takes a slice.
     load = LayerLoad(256 * KiB, max(1, plan.batch_nbytes // (256 * KiB)), layers=1)
     moved_load = plan.load(256 * KiB)
@@ -67,7 +67,7 @@ def _digests(machine: TestedGpu, plan: RoundPlan, blocks: int) -> dict[str, Any]
 class _Hashed:
     """Slices in GPU memory whose digests are computed again and again."""
 
-    def __init__(self, machine: TestedGpu, load: LayerLoad, blocks: int) -> None:
+    def __init__(self, machine: GpuUnderTest, load: LayerLoad, blocks: int) -> None:
         assert machine.modules is not None
         self._driver, self._load, self._blocks = machine.driver, load, blocks
         self._function = machine.modules["gio_verify"]

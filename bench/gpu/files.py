@@ -20,8 +20,8 @@ from tutti.bench.gpu.cases import DIRECTIONS, RoundPlan, Row, copy_engines
 from tutti.bench.gpu.rig import (
     LBA_NBYTES,
     DevicePages,
+    GpuUnderTest,
     LayerLoad,
-    TestedGpu,
     count_for,
     timed,
     tutti_system,
@@ -39,7 +39,7 @@ _ROUND_FACTOR = 3
 _BATCH_NBYTES = 128 * MiB
 
 
-def files(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def files(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """Loads from and stores to a file by direct I/O; the bar has as many commands in flight."""
     bar = "fio" if shutil.which("fio") else "threads"
     return [
@@ -69,7 +69,7 @@ def _file(plan: RoundPlan, bar: str) -> Iterator[str]:
 
 
 def _against_bar(
-    machine: TestedGpu, plan: RoundPlan, slice_nbytes: int, direction: str, bar: str
+    machine: GpuUnderTest, plan: RoundPlan, slice_nbytes: int, direction: str, bar: str
 ) -> dict[str, Any]:
     load = LayerLoad.of_nbytes(
         slice_nbytes, min(_BATCH_NBYTES, plan.batch_nbytes, plan.file_nbytes)

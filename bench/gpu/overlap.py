@@ -23,8 +23,8 @@ from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
 from tutti.bench.gpu.rig import (
     OPCODES,
     DevicePages,
+    GpuUnderTest,
     LayerLoad,
-    TestedGpu,
     finish,
     spin_until,
     transfers,
@@ -73,7 +73,7 @@ def _decode(torch: Any) -> Callable[[], object]:
 KERNELS: dict[str, Callable[[Any], Callable[[], object]]] = {"gemm": _gemm, "decode": _decode}
 
 
-def interference(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def interference(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """A GEMM and a decode-like kernel with each mover, with and without green contexts."""
     torch = _torch()
     movers = [copy_engines(machine).mover] + (["kernel"] if machine.modules is not None else [])
@@ -89,7 +89,7 @@ def interference(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
 
 
 def _interfere(
-    torch: Any, machine: TestedGpu, plan: RoundPlan, name: str, mover: str, green: bool
+    torch: Any, machine: GpuUnderTest, plan: RoundPlan, name: str, mover: str, green: bool
 ) -> dict[str, Any]:
     driver = machine.driver
     with ExitStack() as stack:
@@ -199,7 +199,7 @@ class _Layer:
         torch.matmul(up[:, :_MLP], self._down)
 
 
-def pipeline(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def pipeline(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
 
     Through a store: from a pool in a file.  Else by the engine alone over a medium that moves
@@ -238,7 +238,7 @@ def _prefix() -> LayerLoad:
 
 
 @contextmanager
-def _engine_loads(machine: TestedGpu, parts: int) -> Iterator[_Loads]:
+def _engine_loads(machine: GpuUnderTest, parts: int) -> Iterator[_Loads]:
     load = _prefix()
     staging_nbytes = 2 * load.nbytes
     with ExitStack() as stack:
@@ -263,7 +263,7 @@ def _engine_loads(machine: TestedGpu, parts: int) -> Iterator[_Loads]:
 
 
 @contextmanager
-def _store_loads(machine: TestedGpu, plan: RoundPlan) -> Iterator[_Loads]:
+def _store_loads(machine: GpuUnderTest, plan: RoundPlan) -> Iterator[_Loads]:
     layout = KVLayout.mha(
         layers=_LAYERS,
         kv_heads=8,

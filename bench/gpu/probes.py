@@ -18,7 +18,7 @@ import numpy as np
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.gpu.cases import RoundPlan, Row
 from tutti.bench.gpu.interference import Gate
-from tutti.bench.gpu.rig import TestedGpu, poll_until, spin_until
+from tutti.bench.gpu.rig import GpuUnderTest, poll_until, spin_until
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
@@ -29,7 +29,7 @@ _SIZES = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _REPEATS = 9
 
 
-def probes(machine: TestedGpu, plan: RoundPlan) -> list[Row]:
+def probes(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """A full stream and another thread, a wait and other streams, a wait and the copy behind it."""
     driver = machine.driver
     rows = [

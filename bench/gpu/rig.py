@@ -115,7 +115,7 @@ def facts_of(driver: Driver) -> dict[str, Any]:
     }
 
 
-class TestedGpu:
+class GpuUnderTest:
     """The GPU under test.  modules: None where nothing may be launched, and why not."""
 
     def __init__(self, driver: Driver, modules: Modules | None, why_no_modules: str = "") -> None:

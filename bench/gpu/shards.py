@@ -36,7 +36,7 @@ from tutti.bench.gpu import probes as gpu_probes
 from tutti.bench.gpu.cases import Case, RoundPlan, Row
 from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
 from tutti.bench.gpu.report import line_of
-from tutti.bench.gpu.rig import TestedGpu
+from tutti.bench.gpu.rig import GpuUnderTest
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
@@ -66,7 +66,7 @@ _LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
 
 def run_case(
-    name: str, machine: TestedGpu, plan: RoundPlan, out: Path, label: str = "", commit: str = ""
+    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, label: str = "", commit: str = ""
 ) -> dict[str, Any]:
     """Runs the rows of a case that have no result yet; its JSON is written after each of them."""
     content = _begun(name, machine, plan, out, label, commit)
@@ -99,7 +99,7 @@ def run_case(
 
 
 def _begun(
-    name: str, machine: TestedGpu, plan: RoundPlan, out: Path, label: str, commit: str
+    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, label: str, commit: str
 ) -> dict[str, Any]:
     """The facts of a case's JSON, and the rows of an interrupted run."""
     machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
@@ -184,12 +184,12 @@ def _state(content: dict[str, Any]) -> str:
     return "failed" if content.get("failed") else "cut"
 
 
-def machine_of(driver: Driver) -> TestedGpu:
+def machine_of(driver: Driver) -> GpuUnderTest:
     """The GPU with the device code of this package; without it where it cannot be had."""
     try:
-        return TestedGpu(driver, Modules(driver))
+        return GpuUnderTest(driver, Modules(driver))
     except TuttiError as error:
-        return TestedGpu(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
+        return GpuUnderTest(driver, None, why_no_modules=f"{type(error).__name__}: {error}")
 
 
 def _run_here(name: str, args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tutti.bench.gpu.cases import Way, copy_engines, open_engine
-from tutti.bench.gpu.rig import DevicePages, LayerLoad, TestedGpu, transfers
+from tutti.bench.gpu.rig import DevicePages, GpuUnderTest, LayerLoad, transfers
 from tutti.bench.statistics import median
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
@@ -64,13 +64,13 @@ def measure(model: ModelShape) -> dict[str, Any] | None:
 def _measure_engines() -> dict[str, dict[str, float]]:
     driver = CudaDriver()
     try:
-        machine = TestedGpu(driver, Modules(driver))
+        machine = GpuUnderTest(driver, Modules(driver))
         return {"T0": engine_times(machine)}
     finally:
         driver.close()
 
 
-def engine_times(machine: TestedGpu, load: LayerLoad = _LOAD) -> dict[str, float]:
+def engine_times(machine: GpuUnderTest, load: LayerLoad = _LOAD) -> dict[str, float]:
     """Microseconds of one load by each engine, over a medium that moves nothing at tier T0."""
     with ExitStack() as stack:
         pages = DevicePages(machine.driver, load)
@@ -86,7 +86,7 @@ def engine_times(machine: TestedGpu, load: LayerLoad = _LOAD) -> dict[str, float
         return times
 
 
-def _may(machine: TestedGpu, kind: str) -> bool:
+def _may(machine: GpuUnderTest, kind: str) -> bool:
     return kind != "persistent" or not machine.driver.limits_kernels
 
 

@@ -31,9 +31,9 @@ from tutti.bench.gpu import shards as gpu
 from tutti.bench.gpu.cases import RoundPlan, Row
 from tutti.bench.gpu.rig import (
     DevicePages,
+    GpuUnderTest,
     LayerLoad,
     PlainCopies,
-    TestedGpu,
     poll_until,
     tutti_system,
 )
@@ -45,9 +45,9 @@ from tutti.gio_uring.gpu.device_engine import KINDS
 
 
 @pytest.fixture
-def machine() -> Iterator[TestedGpu]:
+def machine() -> Iterator[GpuUnderTest]:
     driver = StandInDriver()
-    made = TestedGpu(driver, None)
+    made = GpuUnderTest(driver, None)
     yield made
     made.close()
     driver.close()
@@ -130,7 +130,7 @@ def fake_torch(driver: StandInDriver) -> SimpleNamespace:
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedGpu]:
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuUnderTest]:
     """A machine with kernels, PyTorch and fio, all of them stand-ins."""
     driver = StandInDriver()
     kernels = Kernels(driver, None, depth=64)
@@ -158,7 +158,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedGpu
     monkeypatch.setattr(
         gpu_files, "prepare_file", lambda path, nbytes: Path(path).write_bytes(bytes(nbytes))
     )
-    made = TestedGpu(driver, Modules(driver, cache=CubinCache(tmp_path)))
+    made = GpuUnderTest(driver, Modules(driver, cache=CubinCache(tmp_path)))
     yield made
     made.close()
     driver.close()
@@ -170,7 +170,7 @@ def results(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", gpu.CASES)
-def test_every_case_runs(name: str, whole: TestedGpu, plan: RoundPlan, tmp_path: Path) -> None:
+def test_every_case_runs(name: str, whole: GpuUnderTest, plan: RoundPlan, tmp_path: Path) -> None:
     content = gpu.run_case(name, whole, plan, tmp_path, label="stand-in")
     rows = content["rows"]
     assert content["complete"], content
@@ -184,7 +184,7 @@ def test_every_case_runs(name: str, whole: TestedGpu, plan: RoundPlan, tmp_path:
 
 
 def test_a_case_is_drawn_as_a_table(
-    whole: TestedGpu, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: GpuUnderTest, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = gpu_digests.digests(whole, plan)
     broken = Row("a row that breaks", lambda: {}["nothing"])
@@ -196,7 +196,7 @@ def test_a_case_is_drawn_as_a_table(
 
 
 def test_files_without_fio_have_another_bar(
-    whole: TestedGpu, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
+    whole: GpuUnderTest, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_files.shutil, "which", lambda _: None)
     rows = results(gpu_files.files(whole, plan)[:2])
@@ -206,7 +206,7 @@ def test_files_without_fio_have_another_bar(
 
 
 def test_an_engine_that_cannot_be_closed_costs_its_row_alone(
-    whole: TestedGpu, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
+    whole: GpuUnderTest, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stuck(*_: object) -> None:
         raise DeviceTimeout("the stream did not end")
@@ -217,21 +217,21 @@ def test_an_engine_that_cannot_be_closed_costs_its_row_alone(
     assert all("did not end" in row["not_run"] for row in rows)
 
 
-def test_every_engine_brings_the_same_bytes_back(machine: TestedGpu, plan: RoundPlan) -> None:
+def test_every_engine_brings_the_same_bytes_back(machine: GpuUnderTest, plan: RoundPlan) -> None:
     rows = gpu_cases.round_trips(machine, plan)
     assert [row.name for row in rows] == ["round trip, host, copy-batch", "round trip, host, copy"]
     assert all(row["right"] for row in results(rows))
 
 
 def test_wrong_bytes_are_seen(
-    machine: TestedGpu, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
+    machine: GpuUnderTest, plan: RoundPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_cases, "transfers", lambda *_: None)
     assert not any(row["right"] for row in results(gpu_cases.round_trips(machine, plan)))
 
 
 def test_scattered_layers_have_all_tokens_and_both_bars(
-    machine: TestedGpu, plan: RoundPlan
+    machine: GpuUnderTest, plan: RoundPlan
 ) -> None:
     rows = results(gpu_cases.scatter(machine, plan))
     assert {(row["fragment_nbytes"], row["bar"]) for row in rows} == {
@@ -240,7 +240,7 @@ def test_scattered_layers_have_all_tokens_and_both_bars(
     assert {row["layer_nbytes"] for row in rows} == {plan.tokens * 4 * KiB}
 
 
-def test_what_cannot_run_says_why(machine: TestedGpu, plan: RoundPlan, tmp_path: Path) -> None:
+def test_what_cannot_run_says_why(machine: GpuUnderTest, plan: RoundPlan, tmp_path: Path) -> None:
     content = gpu.run_case("digests", machine, plan, tmp_path)
     assert "Unsupported" in content["stopped"]
     assert gpu.cases_to_run([], tmp_path)[-1] == "digests"
@@ -258,7 +258,7 @@ def rows_of(*names: str, fail: str = "", error: Exception | None = None) -> Any:
 
 
 def test_a_row_that_breaks_costs_no_other_row(
-    machine: TestedGpu, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: GpuUnderTest, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = ZeroDivisionError("no GPU does this")
     monkeypatch.setitem(gpu.CASES, "scatter", rows_of("a", "b", "c", fail="b", error=broken))
@@ -269,7 +269,7 @@ def test_a_row_that_breaks_costs_no_other_row(
     assert content["rows"][2]["right"]
 
 
-def test_what_went_wrong_first_is_told(machine: TestedGpu) -> None:
+def test_what_went_wrong_first_is_told(machine: GpuUnderTest) -> None:
     def work() -> dict[str, Any]:
         try:
             raise CudaError("cuStreamQuery failed", call="cuStreamQuery", code=719)
@@ -282,7 +282,7 @@ def test_what_went_wrong_first_is_told(machine: TestedGpu) -> None:
 
 
 def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(
-    machine: TestedGpu, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: GpuUnderTest, plan: RoundPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = CudaError("cuStreamQuery failed", call="cuStreamQuery", code=700)
     monkeypatch.setitem(gpu.CASES, "scatter", rows_of("a", "b", "c", fail="b", error=lost))
@@ -297,7 +297,7 @@ def test_a_lost_context_ends_the_process_and_the_next_one_goes_on(
 
 
 def test_no_row_begins_when_the_time_is_over(
-    machine: TestedGpu, plan: RoundPlan, tmp_path: Path
+    machine: GpuUnderTest, plan: RoundPlan, tmp_path: Path
 ) -> None:
     content = gpu.run_case("scatter", machine, replace(plan, until_s=0.0), tmp_path)
     assert "no time left" in content["stopped"]
@@ -341,7 +341,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         gpu.cases_to_run(["nothing"], tmp_path)
 
 
-def test_what_holds_a_stream_back_is_let_go(machine: TestedGpu) -> None:
+def test_what_holds_a_stream_back_is_let_go(machine: GpuUnderTest) -> None:
     gate = gpu_beside.Gate(machine.driver)
     stream = machine.driver.create_stream()
     with pytest.raises(ZeroDivisionError), gate.holds(stream):
@@ -354,7 +354,7 @@ def test_what_holds_a_stream_back_is_let_go(machine: TestedGpu) -> None:
 
 
 def test_a_driver_without_green_contexts_is_described(
-    machine: TestedGpu, monkeypatch: pytest.MonkeyPatch
+    machine: GpuUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses() -> None:
         raise CudaError("cuDeviceGetDevResource failed", call="cuDeviceGetDevResource", code=801)
@@ -377,7 +377,7 @@ def test_facts_say_why_they_are_not_known(tmp_path: Path, monkeypatch: pytest.Mo
     assert not {"pstate", "not known"} & found.keys()
 
 
-def test_the_bars_move_the_bytes_that_the_engines_move(machine: TestedGpu) -> None:
+def test_the_bars_move_the_bytes_that_the_engines_move(machine: GpuUnderTest) -> None:
     load = LayerLoad.of_nbytes(64 * KiB, MiB, layers=4)
     assert load.nbytes == MiB
     pages = DevicePages(machine.driver, load)
@@ -392,7 +392,7 @@ def test_the_bars_move_the_bytes_that_the_engines_move(machine: TestedGpu) -> No
     assert "gio_move" in KERNELS
 
 
-def test_parts_of_pages_lie_where_their_layers_do(machine: TestedGpu) -> None:
+def test_parts_of_pages_lie_where_their_layers_do(machine: GpuUnderTest) -> None:
     pages = DevicePages(machine.driver, LayerLoad(64 * KiB, 4, layers=8))
     parts = list(gpu_overlap._parts(pages, 4))
     stride = pages.load.extents.layer_stride_nlb
@@ -408,7 +408,7 @@ def test_parts_of_pages_lie_where_their_layers_do(machine: TestedGpu) -> None:
     pages.close()
 
 
-def test_a_profile_compares_all_engines_by_the_same_load(whole: TestedGpu) -> None:
+def test_a_profile_compares_all_engines_by_the_same_load(whole: GpuUnderTest) -> None:
     times = profile_gpu.engine_times(whole, LayerLoad(64 * KiB, 8, layers=2))
     assert set(times) == {"host", *KINDS}
     assert all(us > 0 for us in times.values())
