@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import linker_engine as engine
+import numpy as np
 import pytest
 from linker_engine import WAIT_S, Rig, ahead_pages, kept_ahead, names, wait_for
 from linker_gpu import gpu_rig
@@ -46,6 +47,7 @@ from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import GPUS, ModelShape
 from tutti.scheduler.state import Decision, Policy
 from tutti.transfers.core import StoreConfig
+from tutti.transfers.tickets import Outcome
 
 
 class FlatProfile:
@@ -69,6 +71,13 @@ class FlatProfile:
         return nbytes / 500
 
 
+class SlowProfile(FlatProfile):
+    """A machine that is believed to write slowly."""
+
+    def write_us(self, nbytes: int) -> float:
+        return nbytes / 5
+
+
 def test_with_a_profile_the_scheduler_launches_what_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +98,32 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
         wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
         assert scheduler.counters()["written_pages"] == 24
         assert scheduler.counters()["dropped_pages"] == 0
+
+
+def test_a_linker_shares_the_queue_of_its_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store that `tutti.open` opens there; the linker's bounds are not the store's."""
+    slow = SlowProfile()
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (slow, "given"))
+    layout = KVLayout.mha(
+        layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+    )
+    staged = {"store_staging": "512KiB", "backlog_share": 0.1}
+    with (
+        Rig(tmp_path / "linker", **staged) as rig,
+        tutti.open(tmp_path / "pool.tutti", layout, "16MiB") as store,
+    ):
+        assert store.config.schedule.source != "given"
+        assert store.scheduler is rig.stored_pool.store.scheduler
+        store.allocate_memory(300)
+        keys = np.random.default_rng(1).integers(0, 256, (300, 16), np.uint8)
+        ticket = store.put(keys, np.arange(300))
+        rig.fill(21)
+        assert rig.store(names(4), range(4))
+        ticket.wait(WAIT_S)
+        assert (ticket.outcome == Outcome.STORED).all()
+        assert store.scheduler.counters()["written_pages"] == 304
 
 
 class Batch:

@@ -26,7 +26,8 @@ from tutti.pool.places import is_device
 from tutti.profiles.cache import CachedSpeeds
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.policy import Limits
+from tutti.scheduler.loads_and_writes import Profile
+from tutti.scheduler.policy import UNBOUNDED, Limits
 from tutti.scheduler.profile import (
     MACHINE_KEYS,
     TableProfile,
@@ -112,28 +113,31 @@ def find_schedule(
     """
     if choice is None or is_off(choice):
         return None
-    folders = () if any(map(is_device, members)) else folders_of(members)
+    folders, media = media_of(members)
     profile, source = find_profile(
         choice, folders, model_of(layout), executor=executor, any_model=True
     )
-    media = tuple(sorted(os.stat(folder).st_dev for folder in folders))
-    return Schedule(profile, store_limits(profile, layout), source=source, media=media)
+    limits = store_limits(profile, layout.object_nbytes)
+    return Schedule(profile, limits, source=source, media=media)
 
 
-def folders_of(members: Sequence[str]) -> list[Path]:
-    """A folder for each medium that has members, or will have them."""
+def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[int, ...]]:
+    """A folder on each medium that has members, or will have them, and their Schedule.media.
+
+    None where one is a drive or a device, which has no folder.
+    """
     media: dict[int, Path] = {}
-    for member in members:
+    for member in () if any(map(is_device, members)) else members:
         whole = Path(member).absolute()
         folder = next(one for one in (whole, *whole.parents) if one.is_dir())
         media.setdefault(os.stat(folder).st_dev, folder)
-    return list(media.values())
+    return list(media.values()), tuple(sorted(media))
 
 
-def store_limits(profile: TableProfile, layout: KVLayout) -> Limits:
+def store_limits(profile: Profile, page_nbytes: int) -> Limits:
     """Limits of a store of its own: its callers hold the pages, so nothing is dropped for them."""
-    pressing = max(64, int(_PRESSING_US / max(1.0, profile.write_us(layout.object_nbytes))))
-    return Limits(locked_pages=1 << 40, staged_pages=0, pressing_pages=pressing)
+    pressing = max(64, int(_PRESSING_US / max(1.0, profile.write_us(page_nbytes))))
+    return Limits(locked_pages=UNBOUNDED, staged_pages=0, pressing_pages=pressing)
 
 
 def model_of(layout: KVLayout) -> ModelShape:

@@ -22,6 +22,8 @@ from tutti.scheduler.write_order import first_write, writes_for
 _DUES_MAX = 8
 #: Of what presses: from here on writes get a share.
 _PRESSING_FROM = 0.9
+#: Pages: more than any memory has.
+UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True)

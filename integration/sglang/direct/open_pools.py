@@ -22,11 +22,10 @@ from tutti.integration.sglang.identity import (
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
-from tutti.pool.places import is_device
-from tutti.profiles.at_open import find_profile, folders_of, is_off, model_like
+from tutti.profiles.at_open import find_profile, is_off, media_of, model_like
 from tutti.scheduler.dispatcher import GIVEN, Schedule
 from tutti.scheduler.loads_and_writes import Profile
-from tutti.scheduler.policy import Limits
+from tutti.scheduler.policy import UNBOUNDED, Limits
 from tutti.scheduler.profile import TableProfile
 
 _log = logging.getLogger(__name__)
@@ -66,7 +65,8 @@ def open_stored_pools(
     schedule = None
     if profile is not None:
         limits = limits_of(options, pools)
-        schedule = Schedule(profile, limits, source=profile_source, puts=False)
+        media = media_of(options["path"])[1]
+        schedule = Schedule(profile, limits, source=profile_source, media=media, puts=False)
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)
@@ -108,16 +108,13 @@ def open_stored_pools(
 def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool]) -> Limits:
     """Of the one queue of all pools: writes yield to the reads of any of them.
 
-    The backlog passes it each write, and what the writes of each pool may use.
+    The backlog passes it each write, and what the writes of each pool may use.  Puts of other
+    stores on these media, which join the queue, are not bounded by that.
     """
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
-    stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     share = min(1.0, options["read_ahead_share"])
-    most = ahead_nbytes = 0
-    for pool in pools:
-        most += int(pool.pages * options["backlog_share"]) + stores[pool.name] // pool.nbytes
-        ahead_nbytes += int(loads[pool.name] // pool.nbytes * share) * pool.nbytes
-    return Limits(locked_pages=most, staged_pages=0, read_ahead_nbytes=ahead_nbytes)
+    ahead_nbytes = sum(int(loads[pool.name] // pool.nbytes * share) * pool.nbytes for pool in pools)
+    return Limits(locked_pages=UNBOUNDED, staged_pages=0, read_ahead_nbytes=ahead_nbytes)
 
 
 def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:
@@ -138,7 +135,7 @@ def served_profile(
     choice, paths = options["profile"], options["path"]
     if is_off(choice) or uses_agent(options):
         return None
-    folders = () if any(map(is_device, paths)) else folders_of(paths)
+    folders, _ = media_of(paths)
     layers, nbytes = _kv_shape(group, parallel_rank)
     model = model_like("the served model", layers, nbytes)
     return find_profile(choice, folders, model, executor=options["executor"])
