@@ -1,4 +1,4 @@
-"""Conditions that `tutti bench slack` varies: drive, arrivals, memory, and wrong profiles."""
+"""Conditions that `tutti bench slack` varies: drive, arrivals, limits, and wrong profiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tutti.bench.simulate.device import WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import SimulatedDrive, SimulatedMachine
+from tutti.profiles.at_open import store_limits
 from tutti.scheduler.policy import Limits
 
 _STEP_NS = 20_000_000
@@ -60,13 +61,15 @@ class Conditions:
 class Condition:
     """drift, cache_s: see Conditions; the cache in seconds of writing at full speed.
 
-    bursts: requests come in groups.  backlog: of the pages that may wait.
+    bursts: requests come in groups.  backlog: of the pages that may wait.  opened: the limits are
+    those of a store that `tutti.open` opens with the true profile, as HiCache's.
     """
 
     drift: tuple[float, float] | None = None
     cache_s: float = 0.0
     bursts: bool = False
     backlog: float = 1.0
+    opened: bool = False
 
     def of(self, drive: SimulatedDrive) -> Conditions | None:
         """For a drive; None where it does not change."""
@@ -74,8 +77,10 @@ class Condition:
             return None
         return Conditions(drive, self.drift, cache_nbytes=self.cache_s * drive.write_bytes_per_s)
 
-    def limits(self, limits: Limits) -> Limits:
+    def limits(self, limits: Limits, truth: SimulatedMachine) -> Limits:
         """Limits of a run."""
+        if self.opened:
+            return store_limits(truth, truth.model.page_nbytes)
         locked, staged = (
             round(n * self.backlog) for n in (limits.locked_pages, limits.staged_pages)
         )
@@ -88,6 +93,7 @@ CONDITIONS = {
     "bursts": Condition(bursts=True),
     "cache ends": Condition(cache_s=0.1),
     "little memory": Condition(backlog=0.125),
+    "as opened": Condition(opened=True),
 }
 
 

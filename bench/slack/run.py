@@ -131,7 +131,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                     runs[name].append(cell.run(name, requests, seed))
                     bar.advance(1)
             where = {"drive": drive, "gpu": gpu, "workload": workload, "condition": condition}
-            rows.append({**where, "fixed_share": cell.fixed_share, **_row(runs, condition)})
+            served = {"fixed_share": cell.fixed_share, "limits": asdict(cell.limits)}
+            rows.append({**where, **served, **_row(runs, condition)})
     measured = slack_file.run(args.dir, args.rounds, progress) if args.dir else None
     cost = slack_file.cost(args.dir, args.rounds, progress) if args.dir else None
     return {
@@ -165,7 +166,7 @@ class _Cell:
     ) -> None:
         self._truth, self._workload, self._recording = truth, workload, recording
         self._condition = CONDITIONS[condition]
-        self._limits = self._condition.limits(limits)
+        self.limits = self._condition.limits(limits, truth)
         self.fixed_share = SHARES[-1]
         tuning = self.requests(TUNING_REQUESTS, TUNING_SEED)
         p99_s = {}
@@ -183,7 +184,7 @@ class _Cell:
 
     def run(self, name: str, requests: Sequence[SlackRequest], seed: int) -> dict[str, float]:
         """One policy: every number of ``_METRICS``."""
-        policy, profile = policy_of(name, self._truth, self._limits, self.fixed_share)
+        policy, profile = policy_of(name, self._truth, self.limits, self.fixed_share)
         conditions = self._condition.of(self._truth.drive)
         server = LayeredServer(
             self._truth,
@@ -197,11 +198,12 @@ class _Cell:
         )
         found = numbers(server.run())
         if name == "bound":
-            limits, model = self._limits, self._truth.model
+            limits, model = self.limits, self._truth.model
             page_ns = model.page_nbytes / self._truth.drive.write_bytes_per_s * 1e9
             largest = max(limits.locked_pages, limits.staged_pages)
             memory = limits.locked_pages + limits.staged_pages
-            for key, pages in zip(_FLUID, (memory, memory - largest), strict=True):
+            # A put that fits takes half of it at most.
+            for key, pages in zip(_FLUID, (memory, memory // 2), strict=True):
                 found[key] = server.fluid.delayed_s(largest, pages, page_ns)
         return found
 

@@ -7,28 +7,36 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scheduler.drive import Drive, Linear
 
+import tutti
 from tutti import cli
 from tutti.base.terminal import progress
 from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
+from tutti.bench.slack.conditions import CONDITIONS
 from tutti.bench.slack.fluid import Fluid
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, recorded, write_requests
 from tutti.errors import ConfigError
+from tutti.medium.layout import KVLayout
+from tutti.profiles import at_open
 from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.estimates import Correction
-from tutti.scheduler.event import LoadKnown, StepBegan, WriteKnown
+from tutti.scheduler.event import Event, LoadKnown, StepBegan, WriteKnown
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, State
+from tutti.scheduler.trace import line, replay
 from tutti.scheduler.write_order import writes_for
 
 TRUTH = machine(drive_names()[0], "H100")
@@ -182,6 +190,50 @@ def test_the_result_has_every_cell() -> None:
     assert cold == [] and agents == sorted(agents, reverse=True)
     assert "simulated" in slack.report(result)
     assert slack_report.counts(result)["stores as much as none"] == "2 of 2"
+
+
+def test_an_opened_store_is_served_by_the_policy_and_limits_that_are_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the queue of a store, as HiCache opens it, was told and decided; and the simulator's."""
+    small = replace(TRUTH.model, page_tokens=1)
+    truth = replace(TRUTH, model=small, read=500_000.0, write=1000.0)
+    layout = KVLayout.mha(small.layers, 8, 128, 1, "bfloat16", model="llama-3.1-8b")
+    assert layout.object_nbytes == small.page_nbytes
+    lines: list[str] = []
+
+    def record(event: Event, decision: Decision) -> None:
+        lines.append(line(event, decision))
+
+    monkeypatch.setattr(at_open, "find_profile", lambda *_, **__: (truth, "given"))
+    monkeypatch.setattr(at_open, "Schedule", partial(Schedule, record=record))
+    with tutti.open(tmp_path / "pool.tutti", layout, "96MiB") as store:
+        store.allocate_memory(192)
+        rng = np.random.default_rng(1)
+        keys = rng.integers(0, 256, (64, 16), np.uint8)
+        assert store.put(keys, np.arange(64)).wait(60).stored == 64
+        for _ in range(20):  # until loads met that many pages
+            put = store.put(rng.integers(0, 256, (128, 16), np.uint8), np.arange(64, 192))
+            for first in range(0, 64, 16):
+                store.load(keys[first : first + 16], np.arange(first, first + 16))
+            assert put.wait(60).stored == 128
+            if any('"forced":true' in one for one in lines):
+                break
+        served = store.config.schedule.limits
+    assert any('"forced":true' in one for one in lines)
+    simulated = CONDITIONS["as opened"].limits(LIMITS, truth)
+    assert simulated == served
+    policy, profile = slack.policy_of("slack", truth, simulated)
+    assert list(replay(lines, policy, profile)) == lines
+    # Its limit of waiting pages is what was decided by.
+    policy, _ = slack.policy_of("slack", truth, replace(served, pressing_pages=None))
+    assert list(replay(lines, policy, profile)) != lines
+
+    monkeypatch.setattr(slack, "machine", lambda *_: truth)
+    words = ["bench", "slack", "--json", "--requests", "2", "--seeds", "1", "--gpus", "H100"]
+    words += ["--drives", drive_names()[0], "--workloads", "cold", "--conditions", "as opened"]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["limits"] == asdict(served)
 
 
 def test_a_wrong_profile_fails_no_command(capsys: pytest.CaptureFixture[str]) -> None:
