@@ -83,7 +83,7 @@ def _cost(found: dict[str, Any]) -> str:
 
 
 def _file(found: dict[str, Any]) -> str:
-    bubble = found["bubble_s"]
+    bubble, stored = found["bubble_s"], found["mean_stored_s"]
     shares = ", ".join(
         f"{1e3 * bubble[name]:.1f} ms with {word}, {interval_text(found[f'{name} / none'])} of that"
         for name, word in (("slack", "`slack`"), ("no puts", "no puts at all"))
@@ -92,5 +92,7 @@ def _file(found: dict[str, Any]) -> str:
     return (
         f"measured on a file, {found['rounds']} rounds of each in turns: layers waited "
         f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {shares}; a load takes "
-        f"{found['profile']['interference']:.2f} times as long during a put there"
+        f"{found['profile']['interference']:.2f} times as long during a put there; a put is stored"
+        f" after {stored['slack']:.3f} s with `slack`, {stored['none']:.3f} s with `none`, in the"
+        " mean"
     )

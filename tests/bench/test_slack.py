@@ -263,6 +263,8 @@ def test_a_file_alone_is_measured_and_nothing_simulated(tmp_path: Path) -> None:
     assert result["file"]["rounds"] == 1
     text = slack.report(result)
     assert "measured on a file" in text
+    stored_s = result["file"]["mean_stored_s"]
+    assert f"{stored_s['slack']:.3f} s with `slack`, {stored_s['none']:.3f} s with" in text
     assert "simulated" not in text
     assert not list(tmp_path.iterdir())
 
