@@ -34,7 +34,8 @@ except ImportError as _missing:
         "metrics need the package prometheus-client; install tutti-kv[node]"
     ) from _missing
 
-#: Name without prefix: (key of ``store.stats()``, meaning).  Prometheus appends _total.
+#: Name without prefix: (key of ``store.stats()`` or of its "scheduler", meaning).  Prometheus
+#: appends _total.
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "lookups": ("lookups", "look-ups"),
     "lookup_pages": ("looked_up", "pages that look-ups asked for"),
@@ -53,6 +54,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "residency_moved_bytes": ("residency_moved_nbytes", "bytes of these groups"),
     "expired_objects": ("expired", "objects removed at the end of their time to live"),
     "quarantined_objects": ("quarantined", "slots taken out of use"),
+    "deferred_pages": ("deferred_pages", "pages written later than they came: loads go first"),
+    "forced_pages": ("forced_pages", "pages written while loads waited: too old or too many"),
     "read_bytes": ("bytes_read", "bytes read from the medium"),
     "written_bytes": ("bytes_written", "bytes written to the medium: its wear"),
     "deallocated_bytes": ("deallocated_nbytes", "bytes of removed objects that were given back"),
@@ -65,6 +68,7 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
     "free_objects": ("free_objects", "slots that are free"),
     "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),
+    "prediction_error": ("prediction_error", "mean of |measured - expected| over expected times"),
     "pinned_objects": ("pinned_objects", "objects that an operator pinned"),
 }
 #: Of namespaces with a quota: (key of one, type, meaning).
@@ -217,7 +221,7 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
         stats: dict[str, Any] = store.stats()
     except TuttiError:
         return None
-    return stats if "slots" in stats else None
+    return {**stats.get("scheduler", {}), **stats} if "slots" in stats else None
 
 
 def _settings(store: Any) -> dict[str, str]:

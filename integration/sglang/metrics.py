@@ -65,6 +65,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
         "counter",
         "pages written later than they were offered, so that loads go first",
     ),
+    "forced_pages": ("counter", "pages written while loads waited: they were too old or too many"),
+    "prediction_error": ("gauge", "mean of |measured - expected| time over expected time"),
     "scheduling": ("gauge", "0 without, 1 by an estimated profile, 2 by a measured one"),
     "backlog_pages": ("gauge", "pages waiting to be written"),
 }
@@ -174,7 +176,10 @@ class Metrics:
             self._count_up(name, float(stats[source]))
         self._count_up("residency_moving_seconds", stats["residency_moving_ms"] / 1e3)
         self.level("page_cache_bytes", int(stats["page_cache_planned_nbytes"]))
-        self._count_up("deferred_pages", stats.get("scheduler", {}).get("deferred_pages", 0))
+        queue = stats.get("scheduler", {})
+        for name in ("deferred_pages", "forced_pages"):
+            self._count_up(name, queue.get(name, 0))
+        self.level("prediction_error", queue.get("prediction_error", 0.0))
         source = stats.get("profile", "off")
         self.level("scheduling", {"off": 0, "estimated": 1}.get(source, 2))
         usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,15 @@ from node.agents import LAYOUT, start_process
 from node.test_deaths import wait_until
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from scheduler.drive import Linear
 
 import tutti
 from store.pools import fill, some_keys
 from tutti.errors import ConfigError
 from tutti.metrics import StoreCollector, published
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import LoadKnown
+from tutti.scheduler.policy import Limits
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -98,6 +103,31 @@ def test_a_program_of_its_own_registers_a_store(tmp_path: Path) -> None:
         assert registry.get_sample_value("tutti_capacity_objects", {"pool": "chat"}) == capacity
         free = registry.get_sample_value("tutti_slots", {"pool": "chat", "state": "free"})
         assert free == capacity
+
+
+def test_what_the_scheduler_forced_is_published(tmp_path: Path, seed: int) -> None:
+    rng, registry = np.random.default_rng(seed), CollectorRegistry()
+    # A page that waits is too many, and a read that does not end leaves no slack.
+    schedule = Schedule(Linear(read_gbps=1e-6), Limits(staged_pages=0, pressing_pages=1))
+    config = tutti.StoreConfig(schedule=schedule)
+    with tutti.open(str(tmp_path / "pool.tutti"), LAYOUT, "32MiB", config=config) as store:
+        registry.register(StoreCollector({"chat": store}))
+        queue = store.scheduler
+        prefix = queue.attach(SimpleNamespace(read=lambda launch: None))
+        queue.post(LoadKnown(queue.now_ns(), f"{prefix}1", 64, 1 << 20, 0, 0))
+        memory = store.allocate_memory(8)
+        fill(memory, range(8), rng)
+        assert store.put(some_keys(rng, 8), range(8)).wait(30).stored == 8
+        queue.detach(prefix)
+        assert store.put(some_keys(rng, 8), range(8)).wait(30).stored == 8  # alone: is measured
+        found = store.stats()["scheduler"]
+        assert found["forced_pages"] == 8 and found["prediction_error"] > 0
+        for name, key in (
+            ("forced_pages_total", "forced_pages"),
+            ("deferred_pages_total", "deferred_pages"),
+            ("prediction_error", "prediction_error"),
+        ):
+            assert registry.get_sample_value(f"tutti_{name}", {"pool": "chat"}) == found[key]
 
 
 def test_an_agent_that_is_away_is_down(tmp_path: Path) -> None:

@@ -12,9 +12,13 @@ from typing import Any
 
 import host_pools as hp
 import pytest
+from scheduler.drive import Linear
 
 from tutti.integration.sglang.direct import control_requests
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import LoadKnown
+from tutti.scheduler.policy import Limits
 
 HERE = Path(__file__).resolve().parent
 _S = 120
@@ -97,6 +101,27 @@ def test_scheduling_and_the_page_cache_are_in_the_metrics(tmp_path: Path, chosen
     storage.close()
     assert (found["scheduling"] > 0) == chosen
     assert (found["page_cache_bytes"] > 0) == chosen
+
+
+def test_what_the_scheduler_forced_is_in_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that waits is too many, and a read that does not end leaves no slack."""
+    schedule = Schedule(Linear(read_gbps=1e-6), Limits(staged_pages=0, pressing_pages=1))
+    monkeypatch.setattr("tutti.store.find_schedule", lambda *_, **__: schedule)
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
+    storage.register_mem_pool_host(pool)
+    queue = storage._stores["kv"].store.scheduler
+    prefix = queue.attach(SimpleNamespace(read=lambda launch: None))
+    queue.post(LoadKnown(queue.now_ns(), f"{prefix}1", 64, 1 << 20, 0, 0))
+    hashes = [f"{i:064x}" for i in range(1, 9)]
+    assert all(storage.batch_set_v1(hashes[:4], hp.indices(pool, list(range(4)))))
+    queue.detach(prefix)
+    assert all(storage.batch_set_v1(hashes[4:], hp.indices(pool, list(range(4, 8)))))
+    found = storage.counters()["kv"]
+    storage.close()
+    assert found["forced_pages"] == 4 and found["prediction_error"] > 0
 
 
 def test_an_attach_with_stages_is_refused() -> None:
