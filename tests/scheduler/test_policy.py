@@ -291,6 +291,16 @@ def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
     assert one.dropped == ["w3"]
 
 
+def test_for_a_write_that_fits_nowhere_no_other_is_copied_out() -> None:
+    one = drive(locked_pages=10, staged_pages=6, pressure=1.0)
+    busy(one)
+    for number, pages in enumerate((5, 5, 11)):
+        one.at(WriteKnown((2 + number) * MS, f"w{number}", pages=pages, page_nbytes=MB))
+    one.run()
+    assert one.state.totals.copied_pages == 0
+    assert one.dropped == ["w2"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

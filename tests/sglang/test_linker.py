@@ -106,12 +106,12 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
         assert rig.linker.metrics.snapshot()["dropped_pages"] == 9
         assert "9 pages of kv are not stored" in caplog.text
-        assert "raise backlog_share or store_staging" in caplog.text
+        assert "(8 pages); raise backlog_share or store_staging" in caplog.text
         assert rig.offload(names(9, "again"), range(9))
         wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert not rig.linker.pop_completed_offload()
         assert caplog.text.count("are not stored") == 1, "repeats are summed up"
-        assert rig.linker.error_log.repeats() == {"backlog: full": 1}
+        assert rig.linker.error_log.repeats() == {"backlog: too long": 1}
         assert rig.linker.metrics.snapshot().get("errors", 0) == 0, "a bound is no error"
         wait_for(lambda: rig.lookup(names(6)) == 6)
         assert rig.restore(names(6), range(20, 26))

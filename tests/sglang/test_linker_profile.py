@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import linker_engine as engine
 import numpy as np
@@ -124,6 +125,45 @@ def test_a_linker_shares_the_queue_of_its_medium(
         ticket.wait(WAIT_S)
         assert (ticket.outcome == Outcome.STORED).all()
         assert store.scheduler.counters()["written_pages"] == 304
+
+
+def test_one_put_beyond_the_backlog_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is dropped at once and said to be; what was taken before and after is stored."""
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (SlowProfile(), "given"))
+    bounds = {"backlog_share": 16 / 64, "store_staging": 10 * 3 * 2 * 4096}
+    with Rig(tmp_path, recompute_us_per_token=1e6, **bounds) as rig:
+        rig.fill(22)
+        want = rig.content(range(12))
+        gate, put = threading.Event(), rig.stored_pool.store.put
+
+        def late_put(*args: Any, **kwargs: Any) -> Any:
+            gate.wait(WAIT_S)
+            return put(*args, **kwargs)
+
+        monkeypatch.setattr(rig.stored_pool.store, "put", late_put)
+        for part in range(2):  # the first is under way, some of the other waits
+            assert rig.offload(names(4, str(part)), range(4 * part, 4 * part + 4))
+        assert rig.offload(names(40, "long"), range(20, 60))
+        wait_for(lambda: rig.linker.metrics.snapshot().get("dropped_pages", 0) == 40)
+        assert rig.linker.backlog.locked == 8, "none of SGLang's pages waits for nothing"
+        assert rig.stored_pool.store.scheduler.counters()["copied_pages"] == 0
+        assert "40 pages of kv are not stored" in caplog.text
+        assert "may wait for the SSD (16 pages)" in caplog.text
+        assert rig.linker.num_completed_offloads() == 0, "in order"
+        assert rig.offload(names(4, "after"), range(8, 12))
+        gate.set()
+        wait_for(lambda: rig.linker.num_completed_offloads() == 4)
+        kept = [rig.linker.pop_completed_offload() for _ in range(4)]
+        assert kept == [True, True, False, True]
+        assert rig.linker.backlog.wait_quiet(WAIT_S)
+        assert rig.linker.metrics.snapshot().get("errors", 0) == 0
+        for number, salt in enumerate(("0", "1", "after")):
+            assert rig.lookup(names(4, salt), salt) == 4
+            assert rig.restore(names(4, salt), range(20, 24))
+            assert rig.content(range(20, 24)) == want[4 * number : 4 * number + 4]
+        assert rig.lookup(names(40, "long"), "long") == 0
 
 
 class Batch:

@@ -445,8 +445,9 @@ def _fill(load: Load, room_ns: float, factor: float) -> int:
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(copy_outs, drops) that keep the locked pages of every space within its bounds.
 
-    Writes are copied, and dropped only where copies do not help; the newest first.  Only what was
-    not issued at all can go.  Pages that are being copied count as gone.
+    Writes that fit nowhere are dropped.  Of the others the newest go first: they are copied, and
+    dropped only where copies do not help.  Only what was not issued at all can go.  Pages that are
+    being copied count as gone.
     """
     copy_outs: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
@@ -460,25 +461,27 @@ def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, 
             for write in reversed(state.writes.values())
             if write.space == name and write.place is PageLocation.SOURCE and not write.began
         ]
-        copied, dropped = _overflow(newest, space.source - locked, staged - space.staged)
+        excess, room, longest = space.source - locked, staged - space.staged, max(locked, staged)
+        copied, dropped = _overflow(newest, excess, room, longest)
         copy_outs += copied
         drops += dropped
     return copy_outs, drops
 
 
 def _overflow(
-    newest: list[Write], excess: int, room: int
+    newest: list[Write], excess: int, room: int, longest: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of one space, which has ``excess`` pages too many and ``room`` in staging."""
+    """Of one space: pages too many, and free in staging.  More than ``longest`` fit nowhere."""
     copy_outs: list[str] = []
-    drops: list[str] = []
+    drops = [write.name for write in newest if write.pages > longest]
+    excess -= sum(write.pages for write in newest if write.pages > longest)
     for write in newest:
         if excess > 0 and write.pages <= room:
             excess -= write.pages
             room -= write.pages
             copy_outs.append(write.name)
     for write in newest:
-        if excess > 0 and write.name not in copy_outs:
+        if excess > 0 and write.name not in copy_outs and write.pages <= longest:
             excess -= write.pages
             drops.append(write.name)
     return tuple(copy_outs), tuple(drops)

@@ -84,6 +84,11 @@ _FULL = (
     "more wait for the SSD than SGLang's memory and the staging may hold; raise backlog_share or"
     " store_staging, or set second_touch to store less",
 )
+_TOO_LONG = (
+    "backlog: too long",
+    "one offload has more than may wait for the SSD ({} pages); raise backlog_share or"
+    " store_staging",
+)
 _PAUSED = ("offload: paused", "the SSD failed several times; see the errors logged before")
 _NO_SPACE = (
     "offload: no space",
@@ -187,12 +192,14 @@ class Backlog(Owned):
         self._puts: queue.Queue[Issue | None] = queue.Queue()
         self._queue = Dispatcher.join(schedule, Guard())
         self._prefix = self._queue.attach(self)
+        self._longest: dict[str, int] = {}  # pages of a part that may wait, by pool
         for stored_pool in stored_pools:
             # Pages that the medium cannot reach are copied out in any case.
             most = (
                 0 if stored_pool.memory is None else int(stored_pool.kv_pool.pages * locked_share)
             )
             space = self._prefix + stored_pool.name
+            self._longest[stored_pool.name] = max(most, stored_pool.stores.pages)
             now_ns = self._queue.now_ns()
             self._queue.post(SpaceKnown(now_ns, space, most, stored_pool.stores.pages))
         self._threads = [
@@ -290,7 +297,9 @@ class Backlog(Owned):
     def drop(self, name: str) -> None:
         """See WriteIssuer."""
         offload, part = self._parts[name]
-        self._dropped(part, *_FULL, part.pages)
+        longest = self._longest[part.stored_pool.name]
+        kind, why = _TOO_LONG if part.pages > longest else _FULL
+        self._dropped(part, kind, why.format(longest), part.pages)
         part.good = False
         self._end(name, offload, part)
 
