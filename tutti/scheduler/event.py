@@ -99,13 +99,15 @@ class WriteKnown:
 class PagesWritten:
     """The first ``pages`` pages of a write have ended.
 
-    failed: how many of them could not be stored, and were not reported so before.
+    failed: how many of them could not be stored, and were not reported so before.  there: how many
+    were not written, as they were stored before; likewise.
     """
 
     at_ns: int
     name: str
     pages: int
     failed: int = 0
+    there: int = 0
 
 
 @dataclass(slots=True)

@@ -309,8 +309,12 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         failed = min(event.failed, event.pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
-    if pages > late:
-        flown, correction = pages - late, state.estimates.write
+    there = min(event.there, pages - late)
+    if there:  # the drive's speed is not learnt from what it did not write
+        state.totals.written_pages -= there
+        given_up(state, state.writing, state.reading, there, there * write.write_ns)
+    flown, correction = pages - late - there, state.estimates.write
+    if flown > 0:
         end(state, state.writing, state.reading, correction, flown, flown * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)

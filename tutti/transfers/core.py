@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, Mask, Slots
+from tutti.base.arrays import U32, Keys, Mask, Slots
 from tutti.base.histogram import Histogram
-from tutti.base.process import Owned
-from tutti.errors import DeviceTimeout, PoolClosed, PoolCorrupt
+from tutti.errors import DeviceTimeout, PoolCorrupt
 from tutti.gio_uring.engine import PRIORITY_STORE, Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
@@ -35,6 +31,7 @@ from tutti.placement.reuse import ReuseHistory
 from tutti.pool.members import Members
 from tutti.pool.slot_extents import SlotExtents, object_places
 from tutti.pool.slot_jobs import SlotJobs
+from tutti.transfers.in_flight import InFlight
 from tutti.transfers.put_limits import Quotas
 from tutti.transfers.store_config import StoreConfig
 
@@ -64,31 +61,6 @@ def releases_lock(
     return call
 
 
-@dataclass
-class Counters:
-    """Totals since the pool was opened; objects unless the name says otherwise."""
-
-    lookups: int = 0
-    looked_up: int = 0
-    hits: int = 0
-    stored: int = 0
-    present: int = 0
-    dropped: int = 0
-    over_budget: int = 0
-    store_errors: int = 0
-    loaded: int = 0
-    load_errors: int = 0
-    evicted: int = 0
-    expired: int = 0
-    quarantined: int = 0
-    mismatches: int = 0
-    proven: int = 0
-    load_runs: int = 0
-    payload_written_nbytes: int = 0
-    payload_read_nbytes: int = 0
-    deallocated_nbytes: int = 0
-
-
 def _drive(window: WindowStats) -> dict[str, Any]:
     """What the engine has found out about one drive, reads and writes apart."""
     stats: dict[str, Any] = {
@@ -111,32 +83,22 @@ class Closable(Protocol):
         """Releases what it holds."""
 
 
-class Core(Owned):
+class Core(InFlight):
     """The shared state of an open pool.  Arrays of the index are touched under ``lock`` only."""
 
     def __init__(self, engine: Engine, members: Members, config: StoreConfig) -> None:
+        super().__init__(members.geometry, config, engine.guard)
         self.engine = engine
         self.members = members
-        self.config = config
-        self.geometry = members.geometry
-        self.layers = members.geometry.layers
         self.object_nbytes = members.geometry.slice_nbytes * self.layers
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.counters = Counters()
         self.load_latency = Histogram()
-        self.store_latency = Histogram()
-        self.guard = engine.guard
+        self.store_latency: Histogram = Histogram()
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
         object_nbytes = padded_nbytes + RECORD_NBYTES
         self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget_nbytes)
         self.is_unlimited = config.write_budget_nbytes is None and not config.quotas
         self.sequence = 1
-        self.in_flight = 0
-        self.closing = False
-        self.ready = False  # recovery is done, and no clear is under way
         self.leave_open = False  # records on the medium are not what the index says
-        self.failure: BaseException | None = None  # why recovery failed
         self.index = Index(members.count * self.geometry.slots)
         self.history = ReuseHistory(self.index.slots)
         self.lookup_pins = LookupPins(
@@ -334,6 +296,11 @@ class Core(Owned):
         given = self.config.eviction
         return given if isinstance(given, str) else type(given).__name__
 
+    def absent(self, keys: Keys) -> Mask:
+        """See InFlight: those without a slot."""
+        absent: Mask = self.index.find(keys) == MISSING
+        return absent
+
     def take_sequences(self, n: int) -> int:
         """The first of n new numbers.  Lock held.  Raises PoolCorrupt when none are left."""
         first = self.sequence
@@ -344,57 +311,6 @@ class Core(Owned):
             )
         self.sequence += n
         return first
-
-    def begin(self) -> None:
-        """Counts an operation in flight.  PoolClosed while closing.  Lock held."""
-        self.check_open()
-        self.in_flight += 1
-
-    def end(self) -> None:
-        """An operation ended: wakes waiters for space or quiet."""
-        with self.lock:
-            self.in_flight -= 1
-            self.changed.notify_all()
-
-    def check_open(self) -> None:
-        """PoolClosed unless calls are welcome; what broke recovery if it failed."""
-        if self.closing:
-            raise PoolClosed("the pool is closed; open it again")
-        if self.failure is not None:
-            # A copy: a raised exception collects the frames that it passed.
-            raise copy.copy(self.failure) from self.failure
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Waits for recovery.  DeviceTimeout when it takes longer."""
-        with self.lock:
-            done = self.changed.wait_for(
-                lambda: self.ready or self.failure is not None or self.closing, timeout_s
-            )
-            self.check_open()
-            if not done:
-                raise DeviceTimeout(
-                    f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
-                )
-
-    def wait_quiet(self, timeout_s: float, lost: Callable[[], int] = int) -> bool:
-        """Waits until nothing is in flight but what no wait ends (``lost``).  Lock held or not."""
-        with self.lock:
-            deadline_s = time.monotonic() + timeout_s
-            while self.in_flight > lost() and (left_s := deadline_s - time.monotonic()) > 0:
-                self.changed.wait(min(left_s, 0.2))
-            return self.in_flight == 0
-
-    def wait_admitted(self, timeout_s: float) -> None:
-        """Waits while all stands still: see ``quiesced``.  Lock held."""
-        if not self.ready:
-            self.wait_ready(timeout_s)
-
-    def admitted(self, timeout_s: float) -> Admitted:
-        """Counts what begins inside, from when nothing stands still: see ``quiesced``.
-
-        Raises DeviceTimeout when that takes longer.
-        """
-        return Admitted(self, timeout_s)
 
     @contextlib.contextmanager
     def quiesced(self) -> Iterator[None]:
@@ -449,28 +365,6 @@ class Core(Owned):
     def now_64s(self) -> int:
         """Wall time in the unit of records."""
         return int(time.time()) >> 6
-
-
-class Admitted:
-    """See Core.admitted; a class, as a generator takes three times as long."""
-
-    __slots__ = ("_core", "_timeout_s")
-
-    def __init__(self, core: Core, timeout_s: float) -> None:
-        self._core, self._timeout_s = core, timeout_s
-
-    def __enter__(self) -> None:
-        core = self._core
-        with core.lock:
-            core.wait_admitted(self._timeout_s)
-            core.begin()  # at once, or a quiesced could begin in between
-
-    def __exit__(self, *exception: object) -> None:
-        core = self._core
-        with core.lock:
-            core.in_flight -= 1
-            if core.in_flight == 0:
-                core.changed.notify_all()
 
 
 def _holder(pin: bool | str) -> str | None:

@@ -29,7 +29,6 @@ from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.placement.index import MISSING
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     LayersReady,
@@ -42,11 +41,10 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import report_at
 from tutti.scheduler.state import Issue
-from tutti.transfers.core import Core
-from tutti.transfers.loader import Loader, QueuedLoad
+from tutti.transfers.in_flight import InFlight, LoadStarter, PartStarter
+from tutti.transfers.loader import QueuedLoad
 from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
-from tutti.transfers.writer import Writer
 
 COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
 LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
@@ -62,7 +60,7 @@ class TransferQueue(Owned):
     """
 
     def __init__(
-        self, core: Core, writer: Writer, loader: Loader, schedule: Schedule | None
+        self, core: InFlight, writer: PartStarter, loader: LoadStarter, schedule: Schedule | None
     ) -> None:
         self._core = core
         self._writer = writer
@@ -106,7 +104,7 @@ class TransferQueue(Owned):
             put = QueuedPut(request, progress, len(request.keys))
             core.begin()
             if dispatcher is not None and self._most:
-                absent = core.index.find(request.keys) == MISSING
+                absent = core.absent(request.keys)
                 count = np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
@@ -320,7 +318,7 @@ class TransferQueue(Owned):
             if put is None or put.open is None or put.is_free or dispatcher is None:
                 return
             end = put.open.stop(put.granted)
-            self._report(put, 0)
+            self._report(put)
             put.granted = max(end, put.written)
             dispatcher.add(WriteStopped(dispatcher.now_ns(), name, put.granted))
 
@@ -380,16 +378,16 @@ class TransferQueue(Owned):
             if dispatcher is None or put.open is None or put.granted != end:
                 return  # stopped, or granted more meanwhile
             put.open.written(end)
-            self._report(put, 0)
+            self._report(put)
         dispatcher.decide()
 
-    def _report(self, put: QueuedPut, failed: int) -> None:
+    def _report(self, put: QueuedPut, failed: int = 0, there: int = 0) -> None:
         """Tells the scheduler what is written.  Lock held: events come in the order of numbers."""
         dispatcher, rows = self.dispatcher, put.ended + (put.open.done if put.open else 0)
         if dispatcher is not None and rows > put.written:
             put.written = rows
             put.granted = max(put.granted, rows)  # it stopped, and what was under way ended
-            dispatcher.add(PagesWritten(dispatcher.now_ns(), put.name, rows, failed))
+            dispatcher.add(PagesWritten(dispatcher.now_ns(), put.name, rows, failed, there))
 
     def _run(self) -> None:
         while not self._closed:  # bounded by close()
@@ -470,12 +468,14 @@ class TransferQueue(Owned):
             rows += behind.size
             dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
         else:
-            lost = int(np.count_nonzero(put.progress.outcome[part.rows] >= Outcome.DROPPED))
+            outcome = put.progress.outcome[part.rows]
+            lost = int(np.count_nonzero(outcome >= Outcome.DROPPED))
+            there = int(np.count_nonzero(outcome == Outcome.PRESENT))
             with self._lock:
                 if put.open is not None:
                     put.open.remove(part)
                 put.ended += rows
-                self._report(put, lost)
+                self._report(put, lost, there)
         self._end_rows(put, rows)
         dispatcher.note()
 

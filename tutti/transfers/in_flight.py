@@ -1,0 +1,172 @@
+"""What a TransferQueue needs of a pool: counts of what is in flight, and starters of transfers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tutti.base.arrays import U32, Keys, Mask
+from tutti.base.callbacks import Guard
+from tutti.base.histogram import Histogram
+from tutti.base.process import Owned
+from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.medium.geometry import Geometry
+from tutti.transfers.put_request import PutPart
+from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import LoadProgress
+
+
+@dataclass
+class Counters:
+    """Totals since the pool was opened; objects unless the name says otherwise."""
+
+    lookups: int = 0
+    looked_up: int = 0
+    hits: int = 0
+    stored: int = 0
+    present: int = 0
+    dropped: int = 0
+    over_budget: int = 0
+    store_errors: int = 0
+    loaded: int = 0
+    load_errors: int = 0
+    evicted: int = 0
+    expired: int = 0
+    quarantined: int = 0
+    mismatches: int = 0
+    proven: int = 0
+    load_runs: int = 0
+    payload_written_nbytes: int = 0
+    payload_read_nbytes: int = 0
+    deallocated_nbytes: int = 0
+
+
+class InFlight(Owned):
+    """The part of an open pool's state that a TransferQueue needs."""
+
+    store_latency: Histogram | None = None
+
+    def __init__(self, geometry: Geometry, config: StoreConfig, guard: Guard) -> None:
+        self.geometry = geometry
+        self.layers = geometry.layers
+        self.config = config
+        self.guard = guard
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.counters = Counters()
+        self.in_flight = 0
+        self.closing = False
+        self.ready = False  # recovery is done, and no clear is under way
+        self.failure: BaseException | None = None  # why recovery failed
+
+    def absent(self, keys: Keys) -> Mask:
+        """Which of these keys (n,) a put would write, as far as is known.  Lock held."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Counts an operation in flight.  PoolClosed while closing.  Lock held."""
+        self.check_open()
+        self.in_flight += 1
+
+    def end(self) -> None:
+        """An operation ended: wakes waiters for space or quiet."""
+        with self.lock:
+            self.in_flight -= 1
+            self.changed.notify_all()
+
+    def check_open(self) -> None:
+        """PoolClosed unless calls are welcome; what broke recovery if it failed."""
+        if self.closing:
+            raise PoolClosed("the pool is closed; open it again")
+        if self.failure is not None:
+            # A copy: a raised exception collects the frames that it passed.
+            raise copy.copy(self.failure) from self.failure
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits for recovery.  DeviceTimeout when it takes longer."""
+        with self.lock:
+            done = self.changed.wait_for(
+                lambda: self.ready or self.failure is not None or self.closing, timeout_s
+            )
+            self.check_open()
+            if not done:
+                raise DeviceTimeout(
+                    f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+                )
+
+    def wait_quiet(self, timeout_s: float, lost: Callable[[], int] = int) -> bool:
+        """Waits until nothing is in flight but what no wait ends (``lost``).  Lock held or not."""
+        with self.lock:
+            deadline_s = time.monotonic() + timeout_s
+            while self.in_flight > lost() and (left_s := deadline_s - time.monotonic()) > 0:
+                self.changed.wait(min(left_s, 0.2))
+            return self.in_flight == 0
+
+    def wait_admitted(self, timeout_s: float) -> None:
+        """Waits while all stands still: see ``quiesced``.  Lock held."""
+        if not self.ready:
+            self.wait_ready(timeout_s)
+
+    def admitted(self, timeout_s: float) -> Admitted:
+        """Counts what begins inside, from when nothing stands still: see ``quiesced``.
+
+        Raises DeviceTimeout when that takes longer.
+        """
+        return Admitted(self, timeout_s)
+
+
+class Admitted:
+    """See InFlight.admitted; a class, as a generator takes three times as long."""
+
+    __slots__ = ("_core", "_timeout_s")
+
+    def __init__(self, core: InFlight, timeout_s: float) -> None:
+        self._core, self._timeout_s = core, timeout_s
+
+    def __enter__(self) -> None:
+        core = self._core
+        with core.lock:
+            core.wait_admitted(self._timeout_s)
+            core.begin()  # at once, or a quiesced could begin in between
+
+    def __exit__(self, *exception: object) -> None:
+        core = self._core
+        with core.lock:
+            core.in_flight -= 1
+            if core.in_flight == 0:
+                core.changed.notify_all()
+
+
+class PartStarter(Protocol):
+    """Starts parts of puts.  batch_pages: of the longest part that is one batch.  active, finished:
+    batches under way, and that ended.  batch_ended: called after each.
+    """
+
+    active: int
+    finished: int
+    batch_ended: Callable[[], object]
+
+    @property
+    def batch_pages(self) -> int: ...
+
+    def put(self, parts: Sequence[PutPart]) -> BaseException | None:
+        """Starts parts; each of them ends.  Returns why nothing was started, or None."""
+
+
+class LoadStarter(Protocol):
+    """Starts loads; see Loader."""
+
+    def load(
+        self,
+        keys: Keys,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        held: bool = False,
+        admit: bool = False,
+    ) -> LoadProgress: ...
