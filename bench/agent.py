@@ -230,7 +230,7 @@ def _agent(pool: list[str]) -> Iterator[str]:
 
 def _ask(path: str, keys: Keys, batch: int, ready: Any, until_s: Any, results: Any) -> None:
     """A client of many: look-ups and load plans in turns from when all are connected."""
-    with NodeStore(path, _LAYOUT, _CAPACITY) as store:
+    with NodeStore(path, _LAYOUT, _CAPACITY, profile=None) as store:
         plan = _through_socket(store)
         times_us: dict[str, list[float]] = {"look-up": [], "load plan": []}
         ready.wait(_START_S)
@@ -286,7 +286,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     keys = rng.integers(0, 256, (pages, 16), np.uint8)
     with ExitStack() as stack, progress("agent", rounds) as bar:
         path = stack.enter_context(_agent(pool))
-        remote = stack.enter_context(NodeStore(path, _LAYOUT, _CAPACITY))
+        remote = stack.enter_context(NodeStore(path, _LAYOUT, _CAPACITY, profile=None))
         local = stack.enter_context(temporary_pool(own_pool, _LAYOUT, parse_nbytes(_CAPACITY)))
         service = PoolService(local)
         sides = (_Side(remote, _through_socket(remote)), _Side(local, _in_process(service)))

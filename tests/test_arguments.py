@@ -155,6 +155,7 @@ class Calls:
                     "pool": "",
                     "lookup_timeout_s": 1.0,
                     "executor": "auto",
+                    "profile": None,
                 },
             ),
             "StoreConfig": (StoreConfig, dict(vars(StoreConfig()))),

@@ -27,7 +27,7 @@ from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import AGENT, connect
 from tutti.pool.places import SUFFIX, exists, is_device
-from tutti.profiles.at_open import AUTO, OFF
+from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
@@ -283,7 +283,9 @@ def _open(
         where = options["path"][0]
         _refuse_pools_own(options)
         capacity //= layout.world
-        return connect(where, layout, capacity, executor=options["executor"]), where
+        profile = options["profile"] if schedule is None else schedule
+        executor = options["executor"]
+        return connect(where, layout, capacity, executor=executor, profile=profile), where
     place, ranks = parallel_rank.place_on_node
     file = str(pool_path("", layout, pool, parallel_rank))
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
@@ -294,17 +296,11 @@ def _open(
 def _refuse_pools_own(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for settings of a pool, which an agent's pool has from the agent."""
     own = [option for option in (*OPTIONS, *LINKER_OPTIONS) if option.is_pools_own]
-    as_they_are = {"profile": OFF}  # the transfers of an agent's clients are not scheduled
-    given = [
-        o.name
-        for o in own
-        if options.get(o.name, o.default) not in (o.default, as_they_are.get(o.name))
-    ]
+    given = [o.name for o in own if options.get(o.name, o.default) != o.default]
     if given:
         raise ConfigError(
             f"{', '.join(given)}: the agent at {options['path'][0]} has settings of its own for its"
-            " pools, and does not schedule their transfers; leave this out, and see `tutti serve"
-            " --help` for what can be set there"
+            " pools; leave this out, and see `tutti serve --help` for what can be set there"
         )
 
 

@@ -157,8 +157,7 @@ OPTIONS: tuple[Option, ...] = (
         "str",
         "auto",
         "times by which transfers are scheduled: auto (from a cache, measured within 2 s, or "
-        "estimated), a file of `tutti profile`, or off (no scheduling)",
-        is_pools_own=True,
+        "estimated), a file of `tutti profile`, or off (no scheduling); auto takes an agent's",
     ),
     Option(
         "service_threads",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from linker_engine import WAIT_S, Rig, ahead_pages, kept_ahead, names, wait_for
 from linker_gpu import gpu_rig
+from node.agents import running
 
 import tutti
 from tutti.base.breaker import Breaker
@@ -410,3 +411,24 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
                 errors=ErrorLog(Metrics({"mode": "linker", "pool": "kv", "rank": "0"})),
             )
         assert threading.active_count() == threads
+
+
+def test_an_agents_client_is_scheduled_by_the_agents_speeds(tmp_path: Path) -> None:
+    with running(tmp_path) as agent:
+        with Rig(Path(f"unix:{agent.path}"), read_ahead_share=0.0) as rig:
+            schedule = rig.stored_pool.store.config.schedule
+            assert schedule.source == agent.pools.speeds.source
+            assert schedule.profile.document["io"] == agent.pools.speeds.io
+            rig.fill(19)
+            want = rig.content(range(8))
+            assert rig.store(names(8), range(8))
+            wait_for(lambda: rig.lookup(names(8)) == 8)
+            assert rig.restore(names(8), range(20, 28))
+            assert rig.content(range(20, 28)) == want
+            scheduler = rig.stored_pool.store.scheduler
+            wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
+            assert scheduler.counters()["written_pages"] == 8
+        with Rig(Path(f"unix:{agent.path}"), profile="off") as rig:
+            assert rig.stored_pool.store.scheduler is None
+        with pytest.raises(ConfigError, match=r"verify: the agent at .* has settings of its own"):
+            Rig(Path(f"unix:{agent.path}"), verify="off")

@@ -76,6 +76,9 @@ def test_turns_go_from_decode_to_prefill_and_back(
         want += decode.write(answer, seed + 1)
         assert prefill.storage.batch_exists(prompt + answer) == 10
         assert prefill.read(prompt + answer, seed) == want
+        (kv,) = prefill.storage._stores.values()
+        assert kv.store.stats()["profile"] == agent.pools.speeds.source
+        assert kv.store.stats()["scheduler"]["written_pages"] == 10, "of both, on one medium"
         assert len(list((tmp_path / "node").glob("*.tutti"))) == 1
 
 

@@ -269,7 +269,7 @@ def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
     if args.members and is_agent:
         raise ConfigError("--member names a part of a closed pool; an agent has its pools whole")
     store: Store = (
-        connect(args.pool, pool=name)
+        connect(args.pool, pool=name, profile=None)
         if is_agent
         else open_pool([args.pool, *args.members], profile=None)
     )

@@ -228,7 +228,7 @@ def run_doctor(args: argparse.Namespace) -> CommandResult:
 def _agent(path: str) -> CheckResult:
     """Whether an agent of this version answers, and how full its pool is."""
     try:
-        with connect(path) as store:
+        with connect(path, profile=None) as store:
             stats = store.stats()
     except PoolNotFound as error:  # of a layout: servers name theirs
         return CheckResult("agent", "ok", f"answers; {error}")

@@ -53,13 +53,13 @@ def stat(args: argparse.Namespace) -> CommandResult:
         raise ConfigError("--count needs --watch; give the length of an interval")
     if args.watch is None:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
-    with connect(args.pool, pool=args.name) as store:
+    with connect(args.pool, pool=args.name, profile=None) as store:
         lines = _watch(store.stats, args.watch, args.count)
     return CommandResult({"intervals": lines}, f"{lines} intervals")
 
 
 def _totals(path: str, name: str) -> CommandResult:
-    with connect(path, pool=name) as store:
+    with connect(path, pool=name, profile=None) as store:
         stats = store.stats()
     lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
     for namespace, of in stats.get("namespaces", {}).items():

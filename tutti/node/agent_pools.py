@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from tutti.errors import (
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
 from tutti.pool.pool_format import Paths
+from tutti.profiles.at_open import Speeds, find_speeds
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.store_config import StoreConfig
@@ -64,12 +66,21 @@ class AgentPools:
         self._opening: dict[str, int] = {}  # pools, and the bytes that each is made with
         self.services: dict[str, PoolService] = {}
 
+    @functools.cached_property
+    def speeds(self) -> Speeds:
+        """Of the media of all pools, by which clients schedule their transfers."""
+        members = self._paths if self._folder is None else [str(self._folder)]
+        return find_speeds(members, executor=self._executor)
+
     def open_given(self) -> None:
-        """Opens the pool that was given, so that a wrong one is known at the start."""
+        """Opens the pool that was given, so that a wrong one is known at the start; and measures
+        the media while they are idle.
+        """
         if self._paths:
             self.open("", 0)
         elif self._folder is not None and not self._folder.is_dir():
             raise PoolNotFound(f"{self._folder} is not a folder; make it first")
+        _ = self.speeds
 
     def open(self, layout_json: str, capacity: int, name: str = "") -> PoolService:
         """The pool of a layout (as JSON), opened, or made with a capacity in bytes.

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from tutti.node.messages import (
     rows_of,
 )
 from tutti.pool.slot_extents import SlotExtents, object_places
+from tutti.transfers.starters import Order
 
 _log = logging.getLogger(__name__)
 
@@ -160,9 +161,18 @@ class AgentSession:
                 return
         callback(written)
 
-    def write(self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float) -> None:
+    def write(
+        self,
+        job: MoveJob,
+        pages: U32,
+        memory: PagedMemory,
+        timeout_s: float,
+        *,
+        held: bool = False,
+    ) -> Transfer:
         """Writes pages (of the whole plan) where a job says, and reports it.
 
+        held: layers are moved as Job.grant allows, here and in ``read``.
         Raises AgentRefused for a job that makes no sense; it is reported as well.
         """
         with self._reporting_failure(job):
@@ -175,12 +185,13 @@ class AgentSession:
                 raw = b"" if digests is None else digests.tobytes()
                 self._report(Moved(job.job, packed_status(transfer.page_status), raw))
 
-            self._submitter(memory).submit(
+            return self._submitter(memory).submit(
                 OPCODE_WRITE,
                 extents,
                 np.ascontiguousarray(pages[rows]),
                 memory,
                 digests=digests,
+                held=held,
                 priority=PRIORITY_STORE,
                 timeout_s=timeout_s,
                 on_released=over,
@@ -193,8 +204,7 @@ class AgentSession:
         memory: PagedMemory,
         timeout_s: float,
         on_released: Callable[[Any], None],
-        *,
-        ahead: bool,
+        **order: Unpack[Order],
     ) -> tuple[Transfer, Rows]:
         """Reads pages (of the whole plan) from where a job says, and reports it.  Also which.
 
@@ -217,7 +227,7 @@ class AgentSession:
                 memory,
                 digests=digests,
                 compare=job.compare,
-                ahead=ahead,
+                **order,
                 priority=PRIORITY_LOAD,
                 timeout_s=timeout_s,
                 on_released=over,

@@ -11,14 +11,12 @@ stored; the connection is tried again in the background.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32
 from tutti.base.callbacks import check_not_called
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
@@ -28,7 +26,6 @@ from tutti.errors import (
     AgentRefused,
     ConfigError,
     DeviceTimeout,
-    KeyMissing,
     PoolClosed,
     TuttiError,
 )
@@ -39,36 +36,29 @@ from tutti.interface import Keys, Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
-from tutti.node.agent_session import AgentSession
+from tutti.node.client_transfers import PLAN_S, ClientLoader, ClientState, ClientWriter
+from tutti.node.connection import speeds_of
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import (
     LISTED_MAX,
     VERSION,
     Hello,
     Match,
-    MoveJob,
-    PlanLoad,
-    PlanPut,
     Present,
     Unpin,
-    Written,
-    statuses_of,
 )
 from tutti.node.remote_catalogue import RemoteCatalogue, parts_of
+from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, find_schedule, is_off
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.transfers.core import Closable
 from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import (
-    LoadPart,
-    LoadProgress,
     LoadTicket,
-    Outcome,
-    PutProgress,
     PutTicket,
 )
+from tutti.transfers.transfer_queue import TransferQueue
 
-#: What a plan may take beyond the store's own time-out for space and records.
-_PLAN_S = 5.0
 _UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
 _LookUp = TypeVar("_LookUp", Match, Present)
@@ -92,11 +82,11 @@ class NodeStore(Owned, Store):
         lookup_timeout_s: float = 1.0,
         open_timeout_s: float = 30.0,
         executor: str = "auto",
+        profile: ProfileChoice | Schedule = AUTO,
     ) -> None:
         """Connects.  Raises AgentLost when no agent answers, and what opening a pool raises."""
         self._lookup_timeout_s = lookup_timeout_s
         self._memories: list[HostMemory] = []
-        self._parts: list[Closable] = []
         self._closed = self._ended = False
         self._missed = 0
         #: Of pins by a name that are in several parts, how many.
@@ -109,9 +99,24 @@ class NodeStore(Owned, Store):
         self.layout = session.layout
         self.geometry = session.geometry
         welcome = session.welcome
-        self.config = StoreConfig(
-            verify=welcome.verify, durability=welcome.durability, timeout_s=welcome.timeout_s
-        )
+        try:
+            schedule = profile if isinstance(profile, Schedule) else None
+            if not isinstance(profile, Schedule) and not is_off(profile):
+                speeds = speeds_of(path, open_timeout_s)
+                schedule = find_schedule(profile, speeds, self.layout, executor=executor)
+            self.config = StoreConfig(
+                verify=welcome.verify,
+                durability=welcome.durability,
+                timeout_s=welcome.timeout_s,
+                schedule=schedule,
+            )
+            self._state = state = ClientState(self.geometry, self.config)
+            writer, loader = ClientWriter(self._kept, state), ClientLoader(self._kept, state)
+            self._queue = TransferQueue(state, writer, loader, schedule)
+        except BaseException:
+            self._kept.close(welcome.timeout_s)
+            raise
+        self._parts: list[Closable] = [self._queue]
 
     @property
     def connected(self) -> bool:
@@ -120,8 +125,8 @@ class NodeStore(Owned, Store):
         return session is not None and not session.lost
 
     @property
-    def scheduler(self) -> None:
-        return None
+    def scheduler(self) -> Dispatcher | None:
+        return self._queue.dispatcher
 
     @property
     def engine(self) -> Engine:
@@ -151,7 +156,8 @@ class NodeStore(Owned, Store):
         if not any(memory is known for known in self._memories):
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
-        if not (self._kept.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
+        quiet = self._state.wait_quiet(timeout_s) and self._kept.wait_quiet(timeout_s)
+        if not (quiet and memory.wait_idle(timeout_s)):
             raise DeviceTimeout("transfers are still under way; the memory stays registered")
         self._kept.unregister(memory)
 
@@ -228,68 +234,7 @@ class NodeStore(Owned, Store):
         """See ObjectStore; all is dropped while the agent is away."""
         paged = self._memory(memory)
         request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
-        n = len(request.keys)
-        progress = PutProgress(n)
-        try:
-            session = self._kept.session
-            step = n if session is None else session.welcome.batch_pages
-            for start in range(0, n, max(1, step)):
-                rows = np.arange(start, min(n, start + step))
-                part = request.take(rows)
-                try:
-                    goes_on = self._put_part(session, progress, rows, part, ttl_s, namespace)
-                except Exception as error:
-                    if not start:
-                        raise
-                    progress.refuse(np.arange(start, n), error)  # others are under way
-                    break
-                if not goes_on:
-                    progress.outcome[start + rows.size :] = Outcome.DROPPED
-                    break
-        finally:
-            progress.end_part()
-        return PutTicket(progress)
-
-    def _put_part(
-        self,
-        session: AgentSession | None,
-        progress: PutProgress,
-        rows: npt.NDArray[Any],
-        part: PutRequest,
-        ttl_s: float | None,
-        namespace: str,
-    ) -> bool:
-        """Puts the keys of one plan; False when the agent is away or has dropped some of them."""
-        parent, depth = part.parents[0].tobytes(), int(part.depths[0])
-        message = PlanPut(part.keys.tobytes(), parent, depth, ttl_s, namespace)
-        plan = None
-        with contextlib.suppress(AgentLost, AgentRefused):
-            plan = None if session is None else session.plan(message, self._plan_timeout_s())
-        if session is None or plan is None:
-            _fill(progress, rows, None)
-            return False
-        goes_on = Outcome.DROPPED not in plan.outcome
-        if not plan.jobs:
-            _fill(progress, rows, Written(plan.number, plan.outcome, plan.status))
-            return goes_on
-        progress.add_part()
-
-        def over(written: Written | None) -> None:
-            _fill(progress, rows, written)
-            progress.end_part()
-
-        session.await_written(plan.number, over)
-        jobs = list(plan.jobs)
-        while jobs:  # bounded: each turn takes one
-            job = jobs.pop(0)
-            try:
-                session.write(job, part.pages, part.memory, self.config.timeout_s)
-            except BaseException as error:
-                session.give_up(jobs)  # the outcome comes from the agent, for all of them
-                if not isinstance(error, TuttiError):
-                    raise
-                break
-        return goes_on
+        return PutTicket(self._queue.put(request))
 
     @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
     def load(
@@ -304,68 +249,7 @@ class NodeStore(Owned, Store):
         """See ObjectStore; raises KeyMissing while the agent is away."""
         array, paged = as_keys(keys), self._memory(memory)
         numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        session = self._kept.session
-        if session is None:
-            raise KeyMissing("the agent is away, so no key can be found; compute the pages")
-        progress = LoadProgress(len(array), self.geometry.layers)
-        parts = self._plan_load(session, array, progress)
-        load = _Load(progress, sum(len(jobs) for _, jobs in parts), ahead=ahead)
-        try:
-            for start, jobs in parts:
-                while jobs:  # bounded: each turn takes one
-                    self._read(session, load, start, jobs.pop(0), numbers, paged)
-        except BaseException as error:
-            for _, jobs in parts:
-                session.give_up(jobs)
-                for _ in jobs:
-                    load.end()
-            progress.cancel(self.config.timeout_s)
-            if isinstance(error, AgentRefused):
-                raise KeyMissing(f"{error}; compute the pages") from error
-            raise
-        finally:
-            load.end()
-        return LoadTicket(progress)
-
-    def _plan_load(
-        self, session: AgentSession, keys: npt.NDArray[np.uint8], progress: LoadProgress
-    ) -> list[tuple[int, list[MoveJob]]]:
-        """All plans of a load, by their first row, before anything is read."""
-        parts: list[tuple[int, list[MoveJob]]] = []
-        step = session.welcome.batch_pages
-        try:
-            for start in range(0, len(keys), step):
-                some = keys[start : start + step]
-                plan = session.plan(PlanLoad(some.tobytes()), self._plan_timeout_s())
-                parts.append((start, list(plan.jobs)))
-                status = statuses_of(plan.status, len(some))
-                progress.record_status[start : start + len(some)] = status
-        except BaseException as error:
-            for _, jobs in parts:
-                session.give_up(jobs)
-            if isinstance(error, AgentLost | AgentRefused):
-                raise KeyMissing(f"{error}; compute the pages") from error
-            raise
-        return parts
-
-    def _read(
-        self,
-        session: AgentSession,
-        load: _Load,
-        start: int,
-        job: MoveJob,
-        pages: U32,
-        memory: PagedMemory,
-    ) -> None:
-        try:
-            transfer, rows = session.read(
-                *(job, pages[start:], memory, self.config.timeout_s, lambda _: load.end()),
-                ahead=load.ahead,
-            )
-        except BaseException:
-            load.end()
-            raise
-        load.progress.parts.append(LoadPart(transfer, rows + start, job.whole))
+        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Nothing is left to do here: the agent verifies for all of its clients."""
@@ -386,7 +270,7 @@ class NodeStore(Owned, Store):
         while left_s >= 0:  # bounded by the deadline
             some_s = min(left_s, self.config.timeout_s)  # the agent waits no longer in one call
             with contextlib.suppress(DeviceTimeout):
-                self.call("wait_recovered", some_s + _PLAN_S, seconds=some_s)
+                self.call("wait_recovered", some_s + PLAN_S, seconds=some_s)
                 return
             left_s = deadline_s - time.monotonic()
         raise DeviceTimeout(
@@ -399,6 +283,8 @@ class NodeStore(Owned, Store):
             "connected": int(self.connected),
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
+            "profile": OFF if self.config.schedule is None else self.config.schedule.source,
+            "scheduler": {} if self.scheduler is None else self.scheduler.counters(),
         }
         if (session := self._kept.session) is not None:
             mine["request_nbytes_max"] = session.controller.request_nbytes_max
@@ -422,14 +308,16 @@ class NodeStore(Owned, Store):
             return
         check_not_called()
         self._closed = True
-        self._kept.close(self.config.timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
+        self._queue.stop(timeout_s)
+        self._kept.close(timeout_s)
         while self._parts:  # bounded by their number
             self._parts[0].close()
             del self._parts[0]
         self._ended = True
 
     def _plan_timeout_s(self) -> float:
-        return 2 * self.config.timeout_s + _PLAN_S
+        return self._state.plan_timeout_s
 
     def _check_open(self) -> None:
         if self._closed:
@@ -438,33 +326,6 @@ class NodeStore(Owned, Store):
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._check_open()
         return self._chosen(memory, self._memories).memory
-
-
-class _Load:
-    """Counts the jobs of one load and settles its progress after the last."""
-
-    def __init__(self, progress: LoadProgress, jobs: int, *, ahead: bool) -> None:
-        self.progress = progress
-        self.ahead = ahead
-        self._left = jobs + 1  # the submission itself
-        self._lock = threading.Lock()
-
-    def end(self) -> None:
-        """A job was released."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self.progress.settle()
-
-
-def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None) -> None:
-    """What became of some keys; without an answer they may or may not have been stored."""
-    if written is None:
-        progress.outcome[rows] = Outcome.DROPPED
-        return
-    progress.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
-    progress.status[rows] = statuses_of(written.status, rows.size)
 
 
 def _pin(pin: bool | str, part: int) -> str:

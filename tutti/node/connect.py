@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tutti.base.checks import instance, one_of, optional, path_text, seconds, takes, text
 from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.medium.layout import KVLayout
+from tutti.profiles.at_open import AUTO, ProfileChoice, Speeds, check_choice
+from tutti.scheduler.dispatcher import Schedule
 
 if TYPE_CHECKING:
     from tutti.node.client import NodeStore
@@ -30,6 +32,7 @@ def connect(
     pool: str = "",
     lookup_timeout_s: float = 1.0,
     executor: str = "auto",
+    profile: ProfileChoice | Schedule = AUTO,
 ) -> NodeStore:
     """Connects to the node's agent (`tutti serve`), whose pools all processes share.
 
@@ -37,11 +40,15 @@ def connect(
     only one.  capacity: of a pool that the agent is to make when it has none of this layout.
     pool: instead of the layout, how the pool's name begins, of those that ``pools`` returns.
     lookup_timeout_s: after which a look-up misses and the agent counts as lost.
+    profile: by which puts of this process yield to its loads: "auto" takes the agent's speeds of
+    the medium; else see tutti.open.  Or a whole Schedule.
     Raises AgentLost when no agent answers, AgentRefused, PoolNotFound, PoolMismatch, Unsupported
     without the extra `tutti-kv[node]`, and others.
     """
     from tutti.node.client import NodeStore
 
+    if not isinstance(profile, Schedule):
+        check_choice(profile)
     return NodeStore(
         path.removeprefix(AGENT),
         layout,
@@ -49,17 +56,21 @@ def connect(
         pool=pool,
         lookup_timeout_s=lookup_timeout_s,
         executor=executor,
+        profile=profile,
     )
 
 
 @takes(path=path_text, timeout_s=seconds)
 def pools(path: str, *, timeout_s: float = 30.0) -> list[str]:
     """Names of the agent's pools, open or not.  Raises AgentLost, AgentRefused, Unsupported."""
-    from tutti.node.connection import Connection
+    from tutti.node.connection import ask
     from tutti.node.messages import Pools
 
-    connection = Connection(path.removeprefix(AGENT), timeout_s)
-    try:
-        return list(connection.request(Pools(), timeout_s).value)
-    finally:
-        connection.close()
+    return list(ask(path.removeprefix(AGENT), Pools(), timeout_s))
+
+
+def speeds_of(path: str) -> Speeds:
+    """Speeds of the agent's media.  Raises AgentLost, AgentRefused, Unsupported."""
+    from tutti.node import connection
+
+    return connection.speeds_of(path.removeprefix(AGENT))

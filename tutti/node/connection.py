@@ -17,16 +17,19 @@ from tutti.errors import AgentLost, AgentRefused, TuttiError, system_message
 from tutti.node.messages import (
     FILES_MAX,
     HEADER,
+    AskSpeeds,
     Failure,
     Hello,
     Join,
     Message,
+    Pools,
     Welcome,
     body_nbytes,
     error_of,
     frame,
     read_reply,
 )
+from tutti.profiles.at_open import Speeds
 
 _RECEIVE_NBYTES = 64 << 10
 _IDLE_MAX = 8
@@ -262,3 +265,17 @@ def _reason(error: OSError, timeout_s: float) -> str:
     if isinstance(error, BlockingIOError):
         return f"no answer within {timeout_s:g} s"
     return str(error.strerror or error)
+
+
+def ask(path: str, message: Pools | AskSpeeds, timeout_s: float) -> Any:
+    """The answer to a request without a session.  Raises AgentLost, AgentRefused."""
+    connection = Connection(path, timeout_s)
+    try:
+        return connection.request(message, timeout_s).value
+    finally:
+        connection.close()
+
+
+def speeds_of(path: str, timeout_s: float = 30.0) -> Speeds:
+    """Speeds of the agent's media.  Raises AgentLost, AgentRefused."""
+    return Speeds(*ask(path, AskSpeeds(), timeout_s))

@@ -8,7 +8,7 @@ schema has a version; a client of another version is refused by the first answer
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ except ImportError as _missing:
         "the agent and its clients need the package msgspec; install tutti-kv[node]"
     ) from _missing
 
-VERSION = 4
+VERSION = 5
 FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
 #: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).
@@ -53,6 +53,10 @@ class Hello(Message, tag="hello"):
 
 class Pools(Message, tag="pools"):
     """Asks, instead of opening a session, for the names of the agent's pools, open or not."""
+
+
+class AskSpeeds(Message, tag="speeds"):
+    """Asks, instead of opening a session, for the speeds of the media: a list as at_open.Speeds."""
 
 
 class Join(Message, tag="join"):
@@ -84,13 +88,13 @@ class Unpin(Message, tag="unpin"):
 
 
 class PlanPut(Message, tag="put"):
-    """Asks for slots for a chain of keys; see ObjectStore.put."""
+    """Asks for slots for a chain of keys; see PutRequest.chain."""
 
     keys: bytes
     parent: bytes = b""
     depth: int = 0
-    ttl_s: float | None = None
-    namespace: str = ""
+    tenant: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = 0
+    expiry_64s: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
 
 
 class PlanLoad(Message, tag="load"):
@@ -187,7 +191,8 @@ class Failure(Message, tag="failure"):
     message: str
 
 
-Request = Hello | Pools | Join | Match | Present | Unpin | PlanPut | PlanLoad | Moved | Call
+Greeting = Hello | Pools | AskSpeeds | Join
+Request = Greeting | Match | Present | Unpin | PlanPut | PlanLoad | Moved | Call
 Reply = Welcome | Plan | Written | Answer | Failure
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,7 +23,6 @@ from tutti.errors import ConfigError, DeviceTimeout, KeySizeError, TuttiError, U
 from tutti.gio_uring import shared_file
 from tutti.gio_uring.controller_file import FileController
 from tutti.medium.keys import KEY_NBYTES
-from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.native import NativePutRequest
 from tutti.node.listener import is_out_of_files, out_of_files
 from tutti.node.messages import (
@@ -224,7 +223,7 @@ class ClientSession:
         if not 0 <= message.depth < 2**31:
             raise ConfigError(f"depth is {message.depth}; it counts the pages before the first key")
         number, job = next(self._puts), self.jobs.number()
-        if message.namespace or message.ttl_s is not None:
+        if message.tenant or message.expiry_64s:
             return self._plan_any_put(number, message)
         request = NativePutRequest(
             parent=message.parent or None,
@@ -249,12 +248,11 @@ class ClientSession:
     def _plan_any_put(self, number: int, message: PlanPut) -> Plan:
         """A put that has to wait for space, or with a namespace or a time to live."""
         core, keys = self._core, keys_of(message.keys)
-        tenant, expiry = tenant_of(message.namespace), expiry_of(message.ttl_s)
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
         request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
-        request = request._replace(tenant=tenant, expiry_64s=expiry)
-        self.service.store.catalogue.expiry.watch(expiry > 0)
+        request = request._replace(tenant=message.tenant, expiry_64s=message.expiry_64s)
+        self.service.store.catalogue.expiry.watch(message.expiry_64s > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):
             part = PutPart(request, np.arange(len(keys)), progress, lambda *_: progress.end_part())

@@ -25,6 +25,7 @@ from tutti.node.messages import (
     HEADER,
     VERSION,
     Answer,
+    AskSpeeds,
     Call,
     Hello,
     Join,
@@ -303,6 +304,8 @@ class ServedConnection:
             return Answer()
         if isinstance(message, Pools):
             return Answer(self._agent.pools.names())
+        if isinstance(message, AskSpeeds):
+            return Answer(list(self._agent.pools.speeds))
         if not isinstance(message, Hello):
             raise AgentRefused("the first message of a connection opens or joins a session")
         if message.version != VERSION:

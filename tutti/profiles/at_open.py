@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, ProfileError, TuttiError
@@ -60,6 +60,29 @@ class _TooSlow(Exception):
     """The medium does not do in time what a measurement needs."""
 
 
+class Speeds(NamedTuple):
+    """Speeds of media, for a process that cannot measure them.
+
+    io: of a profile's document.  source: see CACHE.  media: numbers of the devices.  facts: what
+    machine_facts says of the first of them.
+    """
+
+    io: Mapping[str, Any]
+    source: str
+    media: Sequence[int]
+    facts: Mapping[str, Any]
+
+
+def find_speeds(members: Sequence[str], *, executor: str = "auto") -> Speeds:
+    """Speeds of the media that have these members or folders, found as for `find_profile`."""
+    folders, media = media_of(members)
+    model = DENSE_MODELS["llama-3.1-8b"]  # of no account here
+    profile, source = find_profile(AUTO, folders, model, executor=executor)
+    machine = profile.document["machine"]
+    facts = {name: machine[name] for name in ("filesystem", "disk") if name in machine}
+    return Speeds(profile.document["io"], source, media, facts)
+
+
 def is_off(choice: ProfileChoice) -> bool:
     """Whether a choice of profile means none.  Raises ConfigError for what is not a choice."""
     if choice is not None and not isinstance(choice, str | os.PathLike):
@@ -78,7 +101,7 @@ def check_choice(choice: ProfileChoice) -> None:
 
 def find_profile(
     choice: str | os.PathLike[str],
-    folders: Sequence[Path],
+    media: Sequence[Path] | Speeds,
     model: ModelShape,
     *,
     executor: str = "auto",
@@ -86,11 +109,15 @@ def find_profile(
 ) -> tuple[TableProfile, str]:
     """The profile and where it came from; one line of the log says so.
 
-    folders: of the members, on their media; none where nothing can be measured, as on drives
-    without a file system.  any_model: a file's profile may be of another model.  Raises
-    ProfileError for a file that is not a profile.
+    media: folders of the members, on their media; none where nothing can be measured, as on drives
+    without a file system; or what another process found.
+    any_model: a file's profile may be of another model.
+    Raises ProfileError for a file that is not a profile.
     """
-    machine = machine_facts(folders[0] if folders else None)
+    if isinstance(media, Speeds):
+        machine: Mapping[str, Any] = {**machine_facts(), **media.facts}
+    else:
+        machine = machine_facts(media[0] if media else None)
     if choice != AUTO:
         given = load_profile(choice)
         reasons = given.mismatches(machine, _model_of(given, None if any_model else model))
@@ -99,23 +126,31 @@ def find_profile(
             return given, FILE
         for reason in reasons:
             _log.warning("the profile %s is not used: %s", choice, reason)
-        found, source = _find(folders, model, machine, executor)
+        found, source = _find(media, model, machine, executor)
         return TableProfile(found.document, tuple(reasons)), source
-    return _find(folders, model, machine, executor)
+    return _find(media, model, machine, executor)
 
 
 def find_schedule(
-    choice: ProfileChoice, members: Sequence[str], layout: KVLayout, *, executor: str = "auto"
+    choice: ProfileChoice,
+    members: Sequence[str] | Speeds,
+    layout: KVLayout,
+    *,
+    executor: str = "auto",
 ) -> Schedule | None:
     """By which a store of this layout issues its transfers; None for at once.
 
-    members: their paths; media are measured if they are files.
+    members: their paths; media are measured if they are files.  Or what another process found.
     """
     if choice is None or is_off(choice):
         return None
-    folders, media = media_of(members)
+    found: Sequence[Path] | Speeds
+    if isinstance(members, Speeds):
+        found, media = members, tuple(members.media)
+    else:
+        found, media = media_of(members)
     profile, source = find_profile(
-        choice, folders, model_of(layout), executor=executor, any_model=True
+        choice, found, model_of(layout), executor=executor, any_model=True
     )
     limits = store_limits(profile, layout.object_nbytes)
     return Schedule(profile, limits, source=source, media=media)
@@ -180,9 +215,11 @@ def _model_of(profile: TableProfile, served: ModelShape | None) -> ModelShape:
 
 
 def _find(
-    folders: Sequence[Path], model: ModelShape, machine: Mapping[str, Any], executor: str
+    folders: Sequence[Path] | Speeds, model: ModelShape, machine: Mapping[str, Any], executor: str
 ) -> tuple[TableProfile, str]:
     document = estimated_document(model, GPUS["H100"], machine=machine)
+    if isinstance(folders, Speeds):
+        return _told(folders, document)
     estimated = TableProfile(document)
     why = "a drive without a file system is not measured; give the file of `tutti profile`"
     if folders:
@@ -212,6 +249,22 @@ def _find(
             return profile, source
     _log.warning("scheduling by an estimated profile: %s", why)
     return estimated, ESTIMATED
+
+
+def _told(speeds: Speeds, document: Mapping[str, Any]) -> tuple[TableProfile, str]:
+    """Raises ProfileError for what are not speeds."""
+    try:
+        profile = TableProfile({**document, "medium": {}, "io": speeds.io})
+    except (LookupError, TypeError) as error:
+        raise ProfileError(f"the agent's speeds of the medium cannot be used: {error!r}") from error
+    _log.info(
+        "scheduling by a profile: the medium is the agent's, %s (%.2f GB/s read, interference"
+        " %.1f), computing is estimated",
+        speeds.source,
+        profile.read_gb_per_s,
+        profile.interference,
+    )
+    return profile, speeds.source
 
 
 def _cached(cached: CachedSpeeds, document: Mapping[str, Any]) -> tuple[TableProfile, str] | None:

@@ -309,11 +309,11 @@ def _pages_written(state: State, event: PagesWritten) -> None:
         failed = min(event.failed, event.pages)
         state.totals.written_pages -= failed
         state.totals.failed_pages += failed
-    there = min(event.there, pages - late)
-    if there:  # the drive's speed is not learnt from what it did not write
-        state.totals.written_pages -= there
-        given_up(state, state.writing, state.reading, there, there * write.write_ns)
-    flown, correction = pages - late - there, state.estimates.write
+    state.totals.written_pages -= min(event.there, event.pages)
+    unmoved = min(event.there + event.failed, pages - late)
+    if unmoved:  # the drive's speed is not learnt from what it did not write
+        given_up(state, state.writing, state.reading, unmoved, unmoved * write.write_ns)
+    flown, correction = pages - late - unmoved, state.estimates.write
     if flown > 0:
         end(state, state.writing, state.reading, correction, flown, flown * write.write_ns)
     if write.written == write.pages:

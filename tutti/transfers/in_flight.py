@@ -1,24 +1,20 @@
-"""What a TransferQueue needs of a pool: counts of what is in flight, and starters of transfers."""
+"""What is in flight of a pool: operations begin, are counted, and are waited for."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from tutti.base.arrays import U32, Keys, Mask
+from tutti.base.arrays import Keys, Mask
 from tutti.base.callbacks import Guard
 from tutti.base.histogram import Histogram
 from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, PoolClosed
-from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.geometry import Geometry
-from tutti.transfers.put_request import PutPart
 from tutti.transfers.store_config import StoreConfig
-from tutti.transfers.tickets import LoadProgress
 
 
 @dataclass
@@ -140,33 +136,3 @@ class Admitted:
             core.in_flight -= 1
             if core.in_flight == 0:
                 core.changed.notify_all()
-
-
-class PartStarter(Protocol):
-    """Starts parts of puts.  batch_pages: of the longest part that is one batch.  active, finished:
-    batches under way, and that ended.  batch_ended: called after each.
-    """
-
-    active: int
-    finished: int
-    batch_ended: Callable[[], object]
-
-    @property
-    def batch_pages(self) -> int: ...
-
-    def put(self, parts: Sequence[PutPart]) -> BaseException | None:
-        """Starts parts; each of them ends.  Returns why nothing was started, or None."""
-
-
-class LoadStarter(Protocol):
-    """Starts loads; see Loader."""
-
-    def load(
-        self,
-        keys: Keys,
-        pages: U32,
-        memory: PagedMemory,
-        *,
-        held: bool = False,
-        admit: bool = False,
-    ) -> LoadProgress: ...

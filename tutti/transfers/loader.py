@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ from tutti.pool.record_table import RecordTable
 from tutti.pool.slot_jobs import NOT_STARTED
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
+from tutti.transfers.starters import Order
 from tutti.transfers.tickets import LoadPart, LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -48,15 +49,6 @@ _log = logging.getLogger(__name__)
 SAMPLE_ONE_IN = 16
 _BLOCKS = 3
 _NO_ROWS = np.zeros(0, np.int64)
-
-
-class Order(TypedDict, total=False):
-    """When a load's commands are issued.  held: layers as ``LoadProgress.grant`` allows; for host
-    memory.  ahead: after other loads, see ObjectStore.load.
-    """
-
-    held: bool
-    ahead: bool
 
 
 class _Rows(NamedTuple):

@@ -41,9 +41,10 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import report_at
 from tutti.scheduler.state import Issue
-from tutti.transfers.in_flight import InFlight, LoadStarter, PartStarter
+from tutti.transfers.in_flight import InFlight
 from tutti.transfers.loader import QueuedLoad
 from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
+from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
 COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
@@ -200,8 +201,7 @@ class TransferQueue(Owned):
             if load.due is not None:
                 load.due.wait(timeout_s)  # one that is stuck costs time, not service
             held = load.due is None and load.granted < load.layers
-            keys, pages, memory, ahead = given
-            progress = self._loader.load(keys, pages, memory, held=held, ahead=ahead)
+            progress = self._loader.load(*given[:3], held=held, ahead=given[3])
         if held:
             with self._lock:
                 load.progress = progress

@@ -22,6 +22,7 @@ from tutti.integration.sglang.identity import (
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
+from tutti.node.connect import speeds_of
 from tutti.profiles.at_open import find_profile, is_off, media_of, model_like
 from tutti.scheduler.dispatcher import GIVEN, Schedule
 from tutti.scheduler.loads_and_writes import Profile
@@ -65,7 +66,7 @@ def open_stored_pools(
     schedule = None
     if profile is not None:
         limits = limits_of(options, pools)
-        media = media_of(options["path"])[1]
+        media = () if uses_agent(options) else media_of(options["path"])[1]
         schedule = Schedule(profile, limits, source=profile_source, media=media, puts=False)
     try:
         for pool in pools:
@@ -127,18 +128,17 @@ def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, in
 def served_profile(
     options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> tuple[TableProfile, str] | None:
-    """By which the pools are scheduled, and where it came from; None for an agent's pools, whose
-    transfers are issued at once, and where the option says so.
+    """By which the pools are scheduled, and where it came from; None where the option says so.
 
-    Raises ProfileError for a file that is not a profile.
+    Raises ProfileError for a file that is not a profile, AgentLost and AgentRefused.
     """
     choice, paths = options["profile"], options["path"]
-    if is_off(choice) or uses_agent(options):
+    if is_off(choice):
         return None
-    folders, _ = media_of(paths)
+    media = speeds_of(paths[0]) if uses_agent(options) else media_of(paths)[0]
     layers, nbytes = _kv_shape(group, parallel_rank)
     model = model_like("the served model", layers, nbytes)
-    return find_profile(choice, folders, model, executor=options["executor"])
+    return find_profile(choice, media, model, executor=options["executor"])
 
 
 def _kv_shape(group: KvPoolGroup, parallel_rank: ParallelRank) -> tuple[int, int]:

@@ -1,0 +1,261 @@
+"""The puts and loads of an agent's client are scheduled as those of an embedded store."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from node.agents import LAYOUT, LOOKUP_S, RunningAgent, running, start_process
+from scheduler.drive import Linear
+
+import tutti
+from store.pools import fill, some_keys
+from tutti.errors import ConfigError, KeyMissing, ProfileError
+from tutti.machine import machine_facts
+from tutti.node.client import NodeStore
+from tutti.profiles.at_open import model_of
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.event import PagesWritten, WriteKnown
+from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.scheduler.profile import estimated_document
+from tutti.scheduler.roofline import GPUS
+from tutti.scheduler.state import Decision, Issue, State
+from tutti.transfers import transfer_queue
+from tutti.transfers.store_config import StoreConfig
+
+WAIT_S = 30.0
+KNOWN = ("cache", "measured", "estimated")
+
+
+class Never:
+    """A policy that launches nothing."""
+
+    def __init__(self, limits: Limits) -> None: ...
+
+    def decide(self, state: State) -> Decision:
+        return Decision()
+
+
+class LayerByLayer(Never):
+    """Writes go at once; one layer of each load at a time, once those before arrived."""
+
+    def decide(self, state: State) -> Decision:
+        idle = [load for load in state.unread.values() if load.issued == load.ready]
+        writes = tuple(Issue(w.name, w.issued, 1) for w in state.unwritten.values())
+        return Decision(tuple(Issue(load.name, load.issued, 1) for load in idle), writes)
+
+
+class WritesOnly(LayerByLayer):
+    """A policy that issues no load."""
+
+    def decide(self, state: State) -> Decision:
+        return Decision(writes=super().decide(state).writes)
+
+
+class HalfOfEach(Never):
+    """Half of each write is issued, and the rest never."""
+
+    def decide(self, state: State) -> Decision:
+        new = [write for write in state.unwritten.values() if not write.issued]
+        return Decision(writes=tuple(Issue(w.name, 0, w.pages // 2) for w in new))
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every put of two pages can stop."""
+    monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)
+    monkeypatch.setattr(transfer_queue, "LAYERS_MIN", 1)
+
+
+def connect(agent: RunningAgent, policy: Callable[[Limits], Any], **more: Any) -> NodeStore:
+    schedule = Schedule(more.pop("profile", Linear()), policy=policy, **more)
+    store = tutti.connect(agent.path, LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S, profile=schedule)
+    store._queue._short = 1
+    return store
+
+
+def test_a_client_is_scheduled_by_the_speeds_that_its_agent_found(
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket = tmp_path / "s"
+    (tmp_path / "pools").mkdir()
+    process = start_process(socket, tmp_path / "pools")
+    caplog.set_level(logging.INFO, "tutti")
+    try:
+        with tutti.connect(f"unix:{socket}", LAYOUT, "32MiB") as store:
+            (line,) = [one for one in caplog.messages if "scheduling by" in one]
+            source = store.stats()["profile"]
+            assert source in KNOWN
+            assert f"the medium is the agent's, {source} (" in line
+            pool = store.allocate_memory(16)
+            keys, contents = some_keys(rng, 8), fill(pool, range(8), rng)
+            assert store.put(keys, np.arange(8)).wait(WAIT_S).stored == 8
+            load = store.load(keys, np.arange(8, 16))
+            load.wait(WAIT_S)
+            assert load.wait_settled(WAIT_S)
+            assert [pool.read(page) for page in range(8, 16)] == contents
+            store._queue.stop(WAIT_S)
+            scheduler = store.stats()["scheduler"]
+            assert (scheduler["written_pages"], scheduler["ignored"]) == (8, 0)
+            assert scheduler["read_nbytes"] == 8 * LAYOUT.object_nbytes
+            assert store.config.schedule is not None
+            assert store.config.schedule.media == (tmp_path.stat().st_dev,)
+            with tutti.connect(str(socket), LAYOUT) as other:
+                assert other.scheduler is store.scheduler, "the medium has one queue"
+    finally:
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
+
+
+def test_a_client_chooses_its_profile(tmp_path: Path) -> None:
+    file, others = tmp_path / "profile.json", tmp_path / "others.json"
+    machine = machine_facts(tmp_path)
+    document = estimated_document(model_of(LAYOUT), GPUS["H100"], machine=machine)
+    file.write_text(json.dumps(document))
+    others.write_text(json.dumps({**document, "machine": {**machine, "disk": "another"}}))
+    with running(tmp_path / "agent") as agent:
+        with tutti.connect(agent.path, LAYOUT, "32MiB", profile=None) as store:
+            stats = store.stats()
+            assert (stats["profile"], stats["scheduler"], store.scheduler) == ("off", {}, None)
+        with tutti.connect(agent.path, LAYOUT, profile=file) as store:
+            assert store.stats()["profile"] == "file"
+        with tutti.connect(agent.path, LAYOUT, profile=others) as store:
+            assert store.stats()["profile"] in KNOWN
+        with pytest.raises(ProfileError, match="cannot read"):
+            tutti.connect(agent.path, LAYOUT, profile=str(tmp_path / "missing.json"))
+        with pytest.raises(ConfigError, match="profile is 3"):
+            tutti.connect(agent.path, LAYOUT, profile=3)  # type: ignore[arg-type]
+        assert agent.agent.counters.sessions == 3, "wrong choices open none"
+
+
+def test_layers_are_read_as_they_are_granted(tmp_path: Path, rng: np.random.Generator) -> None:
+    seen: list[Decision] = []
+    with running(tmp_path / "agent") as agent:
+        keep = lambda _, decision: seen.append(decision)  # noqa: E731
+        with connect(agent, LayerByLayer, record=keep) as store:
+            pool = store.allocate_memory(8)
+            keys, contents = some_keys(rng, 4), fill(pool, range(4), rng)
+            assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4
+            load = store.load(keys, np.arange(4, 8))
+            load.wait(WAIT_S)
+            assert load.wait_settled(WAIT_S)
+            assert [pool.read(page) for page in range(4, 8)] == contents
+        reads = [issue for decision in seen for issue in decision.reads]
+        assert [(one.first, one.count) for one in reads] == [(i, 1) for i in range(LAYOUT.layers)]
+
+
+def test_a_load_that_waits_is_cancelled(tmp_path: Path, rng: np.random.Generator) -> None:
+    with running(tmp_path / "agent") as agent, connect(agent, WritesOnly) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 4)
+        assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4
+        load = store.load(keys, np.arange(4))
+        assert not load.done
+        assert load.cancel(WAIT_S)
+        assert store.scheduler is not None
+        assert store.scheduler.counters()["loads_waiting"] == 0
+        assert store.delete(keys) == 4, "the agent keeps nothing for it"
+        with pytest.raises(KeyMissing):
+            store.load(keys, np.arange(4))
+        assert store.scheduler.counters()["loads_waiting"] == 0
+
+
+def test_puts_that_wait_claim_nothing_and_are_stored_at_the_close(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with running(tmp_path / "agent") as agent, agent.connect() as other:
+        store = connect(agent, Never)
+        store.allocate_memory(8)
+        keys = some_keys(rng, 8)
+        put = store.put(keys, np.arange(8))
+        assert not put.done
+        assert other.stats()["busy_objects"] == 0
+        assert store.stats()["scheduler"]["writes_waiting"] == 1
+        store.close()
+        assert put.wait(WAIT_S).stored == 8
+        assert other.match(keys) == 8
+
+
+def test_the_speed_of_writes_is_not_learnt_from_what_is_not_written(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    seen: list[Any] = []
+    with running(tmp_path / "agent") as agent:
+        keep = lambda event, _: seen.append(event)  # noqa: E731
+        with connect(agent, SlackPolicy, record=keep) as store:
+            store.allocate_memory(8)
+            keys = some_keys(rng, 8)
+            assert store.put(keys[:4], np.arange(4)).wait(WAIT_S).stored == 4
+            store._queue.stop(WAIT_S)
+            assert store.scheduler is not None
+            before = store.scheduler.counters()
+            store._queue._stopping = False
+            for _ in range(8):
+                assert store.put(keys[:4], np.arange(4)).wait(WAIT_S).present == 4
+            assert store._state.wait_quiet(WAIT_S)
+            after = store.scheduler.counters()
+            assert [event.there for event in seen if isinstance(event, PagesWritten)][1:] == [4] * 8
+            assert after["write_factor"] == before["write_factor"]
+            assert (after["written_pages"], after["ignored"]) == (4, 0)
+            agent.stop()
+            for _ in range(8):
+                assert store.put(keys, np.arange(8)).wait(WAIT_S).dropped == 8
+            assert store._state.wait_quiet(WAIT_S)
+            after = store.scheduler.counters()
+            assert after["write_factor"] == before["write_factor"]
+            assert (after["written_pages"], after["failed_pages"]) == (4, 64)
+
+
+def test_long_puts_stop_for_loads_and_lose_nothing(
+    tmp_path: Path, rng: np.random.Generator, stoppable: None
+) -> None:
+    seen: list[Any] = []
+    with running(tmp_path / "agent") as agent:
+        keep = lambda *both: seen.append(both)  # noqa: E731
+        profile = Linear(write_gbps=0.01, interference=4.0)
+        with connect(agent, SlackPolicy, profile=profile, record=keep) as store:
+            pool = store.allocate_memory(24)
+            contents = fill(pool, range(12), rng)
+            for _ in range(20):
+                keys = some_keys(rng, 12)
+                puts = [store.put(keys[at : at + 4], np.arange(at, at + 4)) for at in (0, 4, 8)]
+                assert puts[0].wait(WAIT_S).stored == 4
+                load = store.load(keys[:4], np.arange(12, 16))
+                assert sum(put.wait(WAIT_S).stored for put in puts[1:]) == 8
+                load.wait(WAIT_S)
+                load = store.load(keys, np.arange(12, 24))
+                load.wait(WAIT_S)
+                assert load.wait_settled(WAIT_S)
+                assert [pool.read(page) for page in range(12, 24)] == contents
+            store._queue.stop(WAIT_S)
+            counters = store.stats()["scheduler"]
+            assert (counters["written_pages"], counters["ignored"]) == (20 * 12, 0)
+            assert (counters["writes_waiting"], counters["loads_waiting"]) == (0, 0)
+        assert any(event.can_stop for event, _ in seen if isinstance(event, WriteKnown))
+
+
+def test_a_put_that_stopped_is_dropped_with_its_agent(
+    tmp_path: Path, rng: np.random.Generator, stoppable: None
+) -> None:
+    """What it had begun is given up at once, so that the next agent can open the pool."""
+    late = StoreConfig(timeout_s=300.0)  # not by the deadline of its commands
+    with running(tmp_path / "agent", config=late) as agent:
+        store = connect(agent, HalfOfEach)
+        store.allocate_memory(8)
+        put = store.put(some_keys(rng, 8), np.arange(8))
+        assert not put.wait_ended(0.2)
+        agent.stop()
+        with running(tmp_path / "agent") as after, after.connect() as other:
+            assert other.stats()["busy_objects"] == 0
+        assert put.wait_ended(0.0)
+        store.close()

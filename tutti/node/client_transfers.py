@@ -1,0 +1,229 @@
+"""Puts and loads of an agent's client, as its TransferQueue starts them: the agent plans each when
+its turn comes, and this process moves the pages.
+
+A put that waits for its turn claims nothing in the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.base.arrays import U32, Keys, Mask, Rows
+from tutti.base.callbacks import Guard
+from tutti.errors import AgentLost, AgentRefused, KeyMissing, TuttiError
+from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.job import Job
+from tutti.medium.geometry import Geometry
+from tutti.node.agent_session import AgentSession
+from tutti.node.kept_session import KeptSession
+from tutti.node.messages import MoveJob, PlanLoad, PlanPut, Written, statuses_of
+from tutti.transfers.in_flight import InFlight
+from tutti.transfers.put_request import PutPart
+from tutti.transfers.starters import Order
+from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import LoadPart, LoadProgress, Outcome, PutProgress
+
+#: What a plan may take beyond the store's own time-out for space and records.
+PLAN_S = 5.0
+
+
+class ClientState(InFlight):
+    """What a client has in flight.  The agent waits for recovery and clears, on its side."""
+
+    def __init__(self, geometry: Geometry, config: StoreConfig) -> None:
+        super().__init__(geometry, config, Guard())
+        self.ready = True
+        self.plan_timeout_s = 2 * config.timeout_s + PLAN_S
+
+    def absent(self, keys: Keys) -> Mask:
+        """See InFlight: all, as to ask the agent would cost a request of its own."""
+        return np.ones(len(keys), np.bool_)
+
+
+class ClientWriter:
+    """Starts parts of puts.  See Writer; parts are not written together, as each is a plan."""
+
+    def __init__(self, kept: KeptSession, state: ClientState) -> None:
+        self._kept, self._state = kept, state
+        self.batch_pages = kept.need().welcome.batch_pages
+        self.active = self.finished = 0
+        self.batch_ended: Callable[[], object] = lambda: None
+
+    def put(self, parts: Sequence[PutPart]) -> BaseException | None:
+        """See Writer; all is dropped while the agent is away."""
+        errors = [self._put(part) for part in parts]
+        return errors[0]
+
+    def _put(self, part: PutPart) -> BaseException | None:
+        rows, progress, session = part.rows, part.progress, self._kept.session
+        left = _Countdown(lambda: part.ended(part, None))
+        step = self.batch_pages if session is None else session.welcome.batch_pages
+        for start in range(0, rows.size, step):
+            try:
+                # Of a chain nothing is stored behind what was dropped.
+                if session is None or progress.is_cut:
+                    progress.is_cut = True
+                    progress.outcome[rows[start:]] = Outcome.DROPPED
+                    break
+                self._put_rows(session, part, rows[start : start + step], left)
+            except BaseException as error:
+                progress.refuse(rows[start:], error)
+                if not start:
+                    part.ended(part, error)
+                    return error
+                break  # others are under way
+        left.end()
+        return None
+
+    def _put_rows(self, session: AgentSession, part: PutPart, rows: Rows, left: _Countdown) -> None:
+        """Puts the keys of one plan; the put is cut when the agent is away or drops some."""
+        some, progress = part.request.take(rows), part.progress
+        parent, depth = some.parents[0].tobytes(), int(some.depths[0])
+        message = PlanPut(some.keys.tobytes(), parent, depth, some.tenant, some.expiry_64s)
+        plan = None
+        with contextlib.suppress(AgentLost, AgentRefused):
+            plan = session.plan(message, self._state.plan_timeout_s)
+        if plan is None:
+            progress.is_cut = True
+            _fill(progress, rows, None)
+            return
+        progress.is_cut |= Outcome.DROPPED in plan.outcome
+        if not plan.jobs:
+            _fill(progress, rows, Written(plan.number, plan.outcome, plan.status))
+            return
+        left.add()
+        held: list[Job] = []
+
+        def over(written: Written | None) -> None:
+            if written is None:  # the plan is void: what waits for its turn is not written
+                for job in held:
+                    job.cancel()
+            _fill(progress, rows, written)
+            left.end()
+
+        session.await_written(plan.number, over)
+        jobs = list(plan.jobs)
+        while jobs:  # bounded: each turn takes one
+            try:
+                transfer = session.write(
+                    jobs.pop(0),
+                    some.pages,
+                    some.memory,
+                    self._state.config.timeout_s,
+                    held=part.grant is not None,
+                )
+            except BaseException as error:
+                session.give_up(jobs)  # the outcome comes from the agent, for all of them
+                if not isinstance(error, TuttiError):
+                    raise
+                break
+            if part.grant is not None and isinstance(transfer, Job):
+                part.grant.begin(transfer)
+                held.append(transfer)
+                if session.lost:
+                    transfer.cancel()
+
+
+class ClientLoader:
+    """Starts loads.  See Loader."""
+
+    def __init__(self, kept: KeptSession, state: ClientState) -> None:
+        self._kept, self._state = kept, state
+
+    def load(
+        self,
+        keys: Keys,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        admit: bool = False,
+        **order: Unpack[Order],
+    ) -> LoadProgress:
+        """See Loader; raises KeyMissing while the agent is away."""
+        session = self._kept.session
+        if session is None:
+            raise KeyMissing("the agent is away, so no key can be found; compute the pages")
+        progress = LoadProgress(len(keys), self._state.layers)
+        parts = self._plan(session, keys, progress)
+        left = _Countdown(progress.settle, sum(len(jobs) for _, jobs in parts))
+        timeout_s = self._state.config.timeout_s
+        read = partial(session.read, memory=memory, timeout_s=timeout_s, **order)
+        try:
+            for start, jobs in parts:
+                while jobs:  # bounded: each turn takes one
+                    job = jobs.pop(0)
+                    try:
+                        transfer, rows = read(job, pages[start:], on_released=left.end)
+                    except BaseException:
+                        left.end()
+                        raise
+                    progress.parts.append(LoadPart(transfer, rows + start, job.whole))
+        except BaseException as error:
+            for _, jobs in parts:
+                session.give_up(jobs)
+                for _ in jobs:
+                    left.end()
+            progress.cancel(timeout_s)
+            if isinstance(error, AgentRefused):
+                raise KeyMissing(f"{error}; compute the pages") from error
+            raise
+        finally:
+            left.end()
+        return progress
+
+    def _plan(
+        self, session: AgentSession, keys: Keys, progress: LoadProgress
+    ) -> list[tuple[int, list[MoveJob]]]:
+        """All plans of a load, by their first row, before anything is read."""
+        parts: list[tuple[int, list[MoveJob]]] = []
+        step = session.welcome.batch_pages
+        try:
+            for start in range(0, len(keys), step):
+                some = keys[start : start + step]
+                plan = session.plan(PlanLoad(some.tobytes()), self._state.plan_timeout_s)
+                parts.append((start, list(plan.jobs)))
+                status = statuses_of(plan.status, len(some))
+                progress.record_status[start : start + len(some)] = status
+        except BaseException as error:
+            for _, jobs in parts:
+                session.give_up(jobs)
+            if isinstance(error, AgentLost | AgentRefused):
+                raise KeyMissing(f"{error}; compute the pages") from error
+            raise
+        return parts
+
+
+class _Countdown:
+    """Calls ``over`` after so many ends, and one more: of the submission itself."""
+
+    def __init__(self, over: Callable[[], object], ends: int = 0) -> None:
+        self._over = over
+        self._left = ends + 1
+        self._lock = threading.Lock()
+
+    def add(self) -> None:
+        with self._lock:
+            self._left += 1
+
+    def end(self, _: object = None) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._over()
+
+
+def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None) -> None:
+    """What became of some keys; without an answer they may or may not have been stored."""
+    if written is None:
+        progress.outcome[rows] = Outcome.DROPPED
+        return
+    progress.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
+    progress.status[rows] = statuses_of(written.status, rows.size)
