@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,32 @@ def test_staging_is_reused_without_mixing_pages(tmp_path: Path, faults: Faults, 
         first.share(keys)
         second.find(keys)
         second.load(keys)
+
+
+def test_a_chain_comes_in_few_gets_of_equal_size(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    config = faults.config(staging_nbytes=3 * (PAGES - 2) * LAYOUT.object_nbytes)
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        second.find(keys)
+    gets = [call for call in faults.calls() if call.startswith("get")]
+    assert gets == [f"get {PAGES // 2}"] * 2
+
+
+def test_the_thread_that_waits_for_values_comes_after_all_others(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    """Mooncake waits in a loop without sleep."""
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        node.share(some_keys(np.random.default_rng(seed), 1))  # its process serves
+        (service,) = node.agent.pools.services.values()
+        assert service.tier is not None
+        process = service.tier._remote._process
+        assert process is not None
+        threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        nice = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    caller = nice.pop(process.pid)
+    assert nice and caller > max(nice.values())
 
 
 @pytest.mark.slow

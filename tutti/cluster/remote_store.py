@@ -96,7 +96,7 @@ class RemoteConfig:
     failures_max: int = 3
     queue_nbytes: int = 256 << 20
     prefetch_nbytes: int = 1 << 30
-    staging_nbytes: int = 64 << 20
+    staging_nbytes: int = 128 << 20
     tenants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

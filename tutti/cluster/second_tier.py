@@ -40,7 +40,7 @@ _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 _VERSION = 1
 _GETS = 2  # under way at a time: the digests of one are compared while the next is read
-_PARTS = 4  # of the staging memory: those of the gets, and those that the pool stores meanwhile
+_PARTS = 3  # of the staging memory: those of the gets, and one that the pool stores meanwhile
 _OFF = "off"
 _Wait = Callable[[float], bool]
 
@@ -287,16 +287,20 @@ class Tier:
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
+        if not len(found):
+            return
+        # As few gets as fit, of equal size: each costs a round trip, and the last lands alone.
+        parts = np.array_split(found, -(-len(found) // self._part))
         reads: deque[_Read] = deque()
         try:
-            for number, start in enumerate(range(0, len(found), self._part)):
+            for number, keys in enumerate(parts):
                 if len(reads) == _GETS and not self._land(reads):
                     break
                 self._settle(number % _PARTS)
                 if time.monotonic() >= work.deadline_s:
-                    self._count("late", len(found) - start)
+                    self._count("late", sum(map(len, parts[number:])))
                     break
-                reads.append(self._read_part(found[start : start + self._part], number % _PARTS))
+                reads.append(self._read_part(keys, number % _PARTS))
             while reads:  # each turn takes one, or all
                 self._land(reads)
         finally:
