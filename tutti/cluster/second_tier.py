@@ -287,10 +287,7 @@ class Tier:
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
-        if not len(found):
-            return
-        # As few gets as fit, of equal size: each costs a round trip, and the last lands alone.
-        parts = np.array_split(found, -(-len(found) // self._part))
+        parts = _split(found, self._part)
         reads: deque[_Read] = deque()
         try:
             for number, keys in enumerate(parts):
@@ -430,6 +427,19 @@ class Tier:
     def _count(self, name: str, pages: int) -> None:
         with self._changed:
             self._counts[name] += pages
+
+
+def _split(keys: Keys, most: int) -> list[Keys]:
+    """Parts to get.  Those at the end are small, as the last one lands while no other is read.
+
+    Not below a third of the most, as each get has a cost of its own.
+    """
+    parts, least = [], -(-most // 3)
+    while len(keys):
+        size = min(most, max(-(-len(keys) // 2), least))
+        parts.append(keys[:size])
+        keys = keys[size:]
+    return parts
 
 
 def _prefix(keys: Keys, good: npt.NDArray[np.bool_]) -> Keys:
