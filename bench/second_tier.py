@@ -4,27 +4,33 @@ Then local loads while the tier has nothing to do, asks for pages that no node h
 without this tier, while a process reads the same values by Mooncake, or the pool stores as many.
 
 The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
-of Mooncake until they are in memory, in one batch.  Then in turn, what bounds any tier that keeps
-what it fetches: the same batch get while the pool stores as many pages that it has in memory, until
-both are over; and gets of an eighth each, of which one thread hashes and writes the last while the
-next is under way.  A cluster must run already.
+of Mooncake until they are in memory, in one batch, in a process as nice as the tier's.  Then in
+turn, what bounds any tier that keeps what it fetches: the same batch get while the pool stores as
+many pages that it has in memory, until both are over; and gets of an eighth each, of which one
+thread hashes and writes the last while the next is under way.  Each round begins with another.
+
+CPU time of all of them is counted too, with that of the cluster's processes on this machine.  A
+cluster must run already.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from tutti.arguments import natural, nbytes, positive
 from tutti.base.arrays import Keys
@@ -47,15 +53,13 @@ _WAIT_S = 60.0
 _POLL_S = 0.001
 _LOADS, _LOAD_PAGES = 200, 4
 _PARTS = 8
-#: What is timed, in the order of a round, and the tier's ratio to it.
-_CALLS = {
-    "tier_gb_per_s": "",
-    "mooncake_gb_per_s": "ratio",
-    "mooncake_and_store_gb_per_s": "ratio_to_mooncake_and_store",
-    "mooncake_and_write_gb_per_s": "ratio_to_mooncake_and_write",
-}
-#: What happens beside local loads.
-_BESIDE = ("idle", "asking", "fetching", "mooncake", "storing")
+_FETCHES = ("tier", "mooncake")
+_END = "end"
+#: What happens beside local loads; "again" is idle too, so that it shows the noise.
+_BESIDE = ("idle", "again", "asking", "fetching", "mooncake", "storing")
+#: Whose CPU time is counted: the process of the pool, the thread that calls Mooncake and waits in a
+#: loop without sleep, the other threads of its process, and the cluster's processes.
+_CPU = ("pool", "caller", "client", "servers")
 
 
 def _until(done: Callable[[], bool], what: str) -> None:
@@ -91,11 +95,19 @@ class Fetcher:
     def fetch_s(self) -> float:
         """Seconds of fetching all pages into the empty pool."""
         self.store.clear(deallocate=False)
-        before = self._counts()["fetched"]
+        counts = self.tier._counts  # without the lock and the copy of stats()
+        all_fetched = counts["fetched"] + len(self.keys)
         start_s = time.monotonic()
         self.tier.missed(self.keys)
-        _until(lambda: bool(self._counts()["fetched"] >= before + len(self.keys)), "fetching")
+        _until(lambda: counts["fetched"] >= all_fetched, "fetching")
         return time.monotonic() - start_s
+
+    @property
+    def worker(self) -> int:
+        """The process that reads for the tier."""
+        process = self.tier._remote._process
+        assert process is not None
+        return process.pid
 
     def store_beside(self, memory: HostMemory, work: Callable[[], object]) -> float:
         """Seconds of storing as many pages from memory, beside work, until both are over."""
@@ -120,34 +132,42 @@ class Local:
     def __init__(self, fetcher: Fetcher, reader: Reader, rng: np.random.Generator) -> None:
         self._fetcher, self._reader, self._rng = fetcher, reader, rng
         self._store = fetcher.store
-        self._keys = rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8)
+        self._keys, self._pages = (
+            rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8),
+            range(_LOAD_PAGES),
+        )
         self._memory = self._store.allocate_memory(_LOAD_PAGES)
         self._other = self._store.allocate_memory(len(fetcher.keys))
         self._put: PutTicket | None = None
         self.p99_ms: dict[str, list[float]] = {name: [] for name in _BESIDE}
 
     def measure(self) -> None:
-        """One round of each."""
-        pages = range(_LOAD_PAGES)
-        for name, times in self.p99_ms.items():
-            self._store.clear(deallocate=False)
-            self._store.put(self._keys, pages, memory=self._memory).wait(_WAIT_S)
+        """One round of each, in any order."""
+        for name in self._rng.permutation(_BESIDE):
+            self._refill()
             taken = []
             self._reader.go(name == "mooncake")
             for _ in range(_LOADS):
                 self._work(name)
                 start_s = time.monotonic()
-                self._store.load(self._keys, pages, memory=self._memory).wait(_WAIT_S)
+                self._store.load(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
                 taken.append((time.monotonic() - start_s) * 1000)
-            times.append(percentile(taken, 99))
+            self.p99_ms[name].append(percentile(taken, 99))
             self._reader.go(False)
             _until(self._is_idle, "the tier's work")
 
+    def _refill(self) -> None:
+        """The pool has the pages that are loaded, and no others; the first load is not timed."""
+        self._store.clear(deallocate=False)
+        self._store.put(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
+        self._store.load(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
+
     def _work(self, name: str) -> None:
-        """What a look-up beside the load gives the tier to do."""
+        """What a look-up beside the load gives the tier to do;"""
         if name == "asking":
             self._fetcher.tier.missed(self._rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8))
         elif name == "fetching" and self._is_idle():
+            self._refill()
             self._fetcher.tier.missed(self._fetcher.keys)
         elif name == "storing" and self._is_idle():
             keys = self._rng.integers(0, 256, self._fetcher.keys.shape, np.uint8)
@@ -176,6 +196,16 @@ class Direct:
         self._get(0, len(self._names))
         return time.monotonic() - start_s
 
+    def digests_s(self) -> float:
+        """Seconds of hashing all values."""
+        start_s = time.monotonic()
+        self._hash(self._memory)
+        return time.monotonic() - start_s
+
+    def _hash(self, values: NDArray[np.uint8]) -> None:
+        for start in range(0, values.size, self._nbytes):
+            xxhash.xxh3_128(values.data[start : start + self._nbytes]).digest()
+
     def keep_s(self, path: Path) -> float:
         """Seconds of gets in parts; a thread hashes and writes each while the next is read."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -183,8 +213,7 @@ class Direct:
 
         def keep(first: int, last: int) -> None:
             part = self._memory[first * self._nbytes : last * self._nbytes]
-            for start in range(0, part.size, self._nbytes):
-                xxhash.xxh3_128(part.data[start : start + self._nbytes]).digest()
+            self._hash(part)
             os.pwrite(fd, part.data, self._addresses[first] - base)
 
         try:
@@ -210,36 +239,148 @@ class Direct:
 
 
 class Reader:
-    """A process, as nice as the tier's, that reads values by Mooncake's batch get when told."""
+    """A process, as nice as the tier's, with a Direct."""
 
     def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._may, self._rests = context.Event(), context.Event()
-        arguments = (config, names, nbytes, self._may, self._rests)
-        context.Process(target=_read, args=arguments, daemon=True).start()
-        self.go(False)
+        self._peer, other = context.Pipe()
+        process = context.Process(target=_read, args=(config, names, nbytes, other), daemon=True)
+        process.start()
+        other.close()
+        assert process.pid is not None
+        self.pid = process.pid
+        self._reads = False
+        self.call("get_s")  # opens connections
+
+    def call(self, name: str, *arguments: object) -> float:
+        """Seconds of a call of Direct."""
+        self._peer.send((name, *arguments))
+        if not self._peer.poll(_WAIT_S):
+            raise DeviceTimeout("the process that reads from Mooncake does not; is it set up?")
+        return float(self._peer.recv())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._peer.send(_END)
 
     def go(self, reads: bool) -> None:
         """Reads from now on, or has ended reading on return."""
         if reads:
-            self._rests.clear()
-            self._may.set()
-            return
-        self._may.clear()
-        if not self._rests.wait(_WAIT_S):
-            raise DeviceTimeout("the process that reads from Mooncake does not; is it set up?")
+            self._peer.send(None)
+        elif self._reads:
+            self.call("get_s")
+        self._reads = reads
 
 
-def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, may: Any, rests: Any) -> None:
+def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, peer: Connection) -> None:
     os.nice(NICE)
     direct = Direct(config, names, nbytes)
-    direct.get_s()  # opens connections
-    parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive():
-        rests.set()
-        if may.wait(1.0):
-            while may.is_set():  # bounded by go()
-                direct.get_s()
+    with contextlib.suppress(EOFError):  # the bench has ended
+        for request in iter(peer.recv, _END):
+            if request is None:
+                while not peer.poll():  # bounded by go()
+                    direct.get_s()
+            else:
+                peer.send(getattr(direct, request[0])(*request[1:]))
+    os._exit(0)  # Mooncake's destructors may wait for peers that have gone
+
+
+class CpuTime:
+    """CPU seconds of the processes that take part, see _CPU.
+
+    client: a process whose first thread calls Mooncake.
+    """
+
+    def __init__(self, config: RemoteConfig, client: int) -> None:
+        port = config.options["master_server_address"].rpartition(":")[2]
+        found = [path for path in Path("/proc").glob("[0-9]*") if _serves(path, port)]
+        self._servers = [int(path.name) for path in found]
+        self._client = client
+
+    def read(self) -> NDArray[np.float64]:
+        """In the order of _CPU."""
+        threads = _thread_seconds(self._client)
+        caller = threads.pop(self._client, 0.0)
+        servers = sum(sum(_thread_seconds(pid).values()) for pid in self._servers)
+        return np.array([time.process_time(), caller, sum(threads.values()), servers])
+
+
+def _serves(process: Path, port: str) -> bool:
+    """Whether this is a master of this port, or a segment server of it."""
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False  # it has ended
+    ends = (f":{port}", f"--rpc_port={port}")
+    return Path(words[0]).name.startswith("mooncake_") and any(w.endswith(ends) for w in words)
+
+
+def _thread_seconds(pid: int) -> dict[int, float]:
+    seconds = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
+def _measure(
+    calls: Mapping[str, tuple[Callable[[], float], CpuTime]],
+    rounds: int,
+    advance: Callable[[int], object],
+) -> tuple[dict[str, list[float]], dict[str, list[NDArray[np.float64]]]]:
+    """Seconds of each call in each round, and CPU seconds."""
+    names = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            call, counter = calls[name]
+            before = counter.read()
+            taken_s = call()
+            if number:  # the first round opens connections
+                seconds[name].append(taken_s)
+                cpu[name].append(counter.read() - before)
+        advance(1)
+    return seconds, cpu
+
+
+def _throughput(seconds: Mapping[str, list[float]], gigabytes: float) -> dict[str, Any]:
+    rates = {name: [gigabytes / s for s in taken] for name, taken in seconds.items()}
+
+    def ratio_to(name: str) -> dict[str, float]:
+        return bootstrap_median(ratios(rates["tier"], rates[name])).to_dict()
+
+    return {
+        **{f"{name}_gb_per_s": values for name, values in rates.items()},
+        "ratio": ratio_to("mooncake"),
+        "ratio_to_mooncake_and_write": ratio_to("mooncake_and_write"),
+        "ratio_to_mooncake_and_store": ratio_to("mooncake_and_store"),
+        "bar": 0.9,
+    }
+
+
+def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict[str, Any]:
+    """CPU seconds per GB (medians), and how the tier compares without those of the caller's loop.
+
+    cpu_bound_gb_per_s: of all cores if they did nothing else.  cpu_ratio_bound: the ratio of a tier
+    whose digests and puts cost what they cost alone, and which costs nothing else.
+    """
+    per_gb = {name: np.median(np.array(rows), axis=0) / gigabytes for name, rows in cpu.items()}
+    busy = {name: [row.sum() - row[_CPU.index("caller")] for row in cpu[name]] for name in cpu}
+    cores = len(os.sched_getaffinity(0))
+    get_s = float(np.median(busy["mooncake"])) / gigabytes
+    landing_s = float(per_gb["digests"].sum() + per_gb["store"].sum())
+    bound = {name: cores * gigabytes / float(np.median(busy[name])) for name in _FETCHES}
+    return {
+        "cpu_s_per_gb": {
+            name: dict(zip(_CPU, map(float, row), strict=True)) for name, row in per_gb.items()
+        },
+        "cpu_ratio": bootstrap_median(ratios(busy["mooncake"], busy["tier"])).to_dict(),
+        "cpu_ratio_bound": get_s / (get_s + landing_s),
+        "cores": cores,
+        "cpu_bound_gb_per_s": bound,
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -264,6 +405,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
     Raises ConfigError for an address that is none, Unsupported without Mooncake's client.
     """
+    start_s = time.monotonic()
     config = RemoteConfig.parse(args.remote)
     if importlib.util.find_spec("mooncake") is None:
         raise Unsupported("this bench needs Mooncake's client: pip install 'tutti-kv[cluster]'")
@@ -271,7 +413,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
     )
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
-    rates: dict[str, list[float]] = {name: [] for name in _CALLS}
     gigabytes = args.pages * layout.object_nbytes / 1e9
     with (
         temporary_pool([str(args.dir / "second-tier.tutti")], layout, args.capacity) as pool,
@@ -282,23 +423,29 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             fetcher.publish(args.seed)
             prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
             names = [prefix + key.tobytes().hex() for key in keys]
-            direct = Direct(config, names, layout.object_nbytes + TRAILER_NBYTES)
-            memory = pool.allocate_memory(args.pages)
-            both = partial(fetcher.store_beside, memory, direct.get_s)
-            keep = partial(direct.keep_s, args.dir / "second-tier.kept")
-            calls: Sequence[Callable[[], float]] = (fetcher.fetch_s, direct.get_s, both, keep)
-            for number in range(args.rounds + 1):
-                for call, found in zip(calls, rates.values(), strict=True):
-                    seconds = call()
-                    if number:  # the first round opens connections
-                        found.append(gigabytes / seconds)
-                bar.advance(1)
-            pool.unregister(memory)
             reader = Reader(config, names, layout.object_nbytes + TRAILER_NBYTES)
+            memory = pool.allocate_memory(args.pages)
+            get = partial(reader.call, "get_s")
+            cpu = CpuTime(config, reader.pid)
+            path = args.dir / "second-tier.kept"
+            seconds, spent = _measure(
+                {
+                    "tier": (fetcher.fetch_s, CpuTime(config, fetcher.worker)),
+                    "mooncake": (get, cpu),
+                    "mooncake_and_store": (partial(fetcher.store_beside, memory, get), cpu),
+                    "mooncake_and_write": (partial(reader.call, "keep_s", path), cpu),
+                    "store": (partial(fetcher.store_beside, memory, lambda: None), cpu),
+                    "digests": (partial(reader.call, "digests_s"), cpu),
+                },
+                args.rounds,
+                bar.advance,
+            )
+            pool.unregister(memory)
             local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
             for _ in range(args.rounds):
                 local.measure()
                 bar.advance(1)
+            reader.close()
         finally:
             fetcher.tier.close()
     return {
@@ -306,13 +453,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "machine": describe(args.dir),
         "pages": args.pages,
         "page_nbytes": layout.object_nbytes,
-        **rates,
-        **{
-            ratio: bootstrap_median(ratios(rates["tier_gb_per_s"], rates[name])).to_dict()
-            for name, ratio in _CALLS.items()
-            if ratio
-        },
-        "bar": 0.9,
+        "took_s": time.monotonic() - start_s,
+        **_throughput(seconds, gigabytes),
+        **_cpu(spent, gigabytes),
         "local_p99_ms": local.p99_ms,
         "local_p99_ratio": {
             name: bootstrap_median(ratios(local.p99_ms[name], local.p99_ms["idle"])).to_dict()
@@ -325,9 +468,13 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> str:
     """For people."""
     rates = [
-        (name.removesuffix("_gb_per_s"), f"{median(result[name]):.2f}", interval_text(found))
-        for name, ratio in _CALLS.items()
-        for found in [result[ratio] if ratio else None]
+        (
+            name,
+            f"{median(result[f'{name}_gb_per_s']):.2f}",
+            interval_text(result.get("ratio" if name == "mooncake" else f"ratio_to_{name}")),
+            f"{sum(cpu.values()) - cpu['caller']:.2f}",
+        )
+        for name, cpu in result["cpu_s_per_gb"].items()
     ]
     local = [
         (name, f"{median(times):.2f}", interval_text(result["local_p99_ratio"].get(name)))
@@ -335,7 +482,9 @@ def report(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            table(("fetching", "GB/s", f"tier over it (bar {result['bar']:g})"), rates),
+            table(("what", "GB/s", f"tier over it (bar {result['bar']:g})", "CPU s/GB"), rates),
+            f"CPU time of Mooncake's get over the tier's: {interval_text(result['cpu_ratio'])};"
+            f" bound {result['cpu_ratio_bound']:.2f}",
             "",
             table(("loads beside", "p99 ms", f"of idle (bar {result['local_bar']:g})"), local),
         ]
