@@ -314,5 +314,7 @@ def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) 
     assert len(result["tier_gb_per_s"]) == len(result["mooncake_gb_per_s"]) == 2
     assert result["ratio"]["median"] > 0
     beside = result["local_p99_ratio"]
-    assert set(beside) == {"asking", "fetching", "mooncake", "storing"}
+    assert set(beside) == {"again", "asking", "fetching", "mooncake", "storing"}
     assert all(ratio["low"] > 0 for ratio in beside.values())
+    assert result["cpu_s_per_gb"]["mooncake"]["servers"] > 0
+    assert 0 < result["cpu_ratio_bound"] < 1
