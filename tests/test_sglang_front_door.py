@@ -74,6 +74,8 @@ def test_what_sglang_adds_to_every_backends_options_is_taken() -> None:
         ({"capacity": 1.5}, "a size"),
         ({"capacity": "1G"}, "cannot read the size"),
         ({"path": ""}, "a string"),
+        ({"namespace": ""}, "a string"),
+        ({"namespace": "\ud800"}, "without surrogates"),
         ({"path": None}, "'path' is missing"),
     ],
 )

@@ -325,6 +325,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             WATCH,
             timeout_s=self._options["timeout_s"],
             second_touch=self._options["second_touch"],
+            namespace=self._options["namespace"],
         )
         if announces:
             self._stores[name].events = DiskEvents(fragments.page_tokens, metrics)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from tutti.base.checks import text
 from tutti.base.units import MiB, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.placement.eviction import POLICIES
@@ -174,6 +175,12 @@ OPTIONS: tuple[Option, ...] = (
         "store a page only when it is offered for the second time: less wear, fewer hits",
     ),
     Option(
+        "namespace",
+        "str",
+        "",
+        "namespace of stored pages, for lists, deletion and quotas (docs/node.md)",
+    ),
+    Option(
         "hugepages",
         "str",
         "collapse",
@@ -260,6 +267,7 @@ def _checked(option: Option, value: Any) -> Any:
         return value
     if not isinstance(value, str) or not value:
         raise _wrong(option, value, "a string")
+    text(f"option {option.name!r}", value)
     if option.choices and value not in option.choices:
         raise _wrong(option, value, f"one of {', '.join(option.choices)}")
     return value

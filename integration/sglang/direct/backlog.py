@@ -387,7 +387,12 @@ class Backlog(Owned):
             if first:
                 parent, depth = part.keys[first - 1].tobytes(), depth + first
             ticket = stored_pool.store.put(
-                part.keys[first:end], pages[first:end], memory=pool, parent=parent, depth=depth
+                part.keys[first:end],
+                pages[first:end],
+                memory=pool,
+                parent=parent,
+                depth=depth,
+                namespace=stored_pool.namespace,
             )
         except Exception as error:
             # The thread must live; what was not stored is a miss.

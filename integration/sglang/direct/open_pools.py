@@ -91,6 +91,7 @@ def open_stored_pools(
                     metrics,
                     load_staging=loads[pool.name],
                     store_staging=stores[pool.name],
+                    namespace=options["namespace"],
                     gpu=gpu,
                     gpu_staging=gpu_staging.get(pool.name),
                 )

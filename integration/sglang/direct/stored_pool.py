@@ -22,6 +22,7 @@ class StoredPool:
     """Where the pages of one KV pool are kept.
 
     memory: SGLang's pages for direct transfers; None where everything goes through staging.
+    namespace: of its puts.
     loads, stores: staging of either direction, with views like those of SGLang's pool.
     gpu: where the pages are; None for host memory.  gpu_staging: of the engine that moves them.
     events: who is told what was stored, set where that is wanted.
@@ -35,12 +36,14 @@ class StoredPool:
         *,
         load_staging: int,
         store_staging: int,
+        namespace: str = "",
         gpu: Gpu | None = None,
         gpu_staging: StagingSize | None = None,
     ) -> None:
         self.kv_pool = kv_pool
         self.store = store
         self.metrics = metrics
+        self.namespace = namespace
         self.gpu = gpu
         self.events: DiskEvents | None = None
         self._read_pages_max: int | None = None

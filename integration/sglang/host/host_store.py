@@ -49,6 +49,7 @@ class HostStore:
     """Pages of one host pool, by SGLang's page hashes.  Thread-safe.
 
     store, pool: an open store and the registered memory.  page_tokens: host indices per page.
+    namespace: of its puts.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class HostStore:
         *,
         timeout_s: float,
         second_touch: bool = False,
+        namespace: str = "",
     ) -> None:
         self.store = store
         self.metrics = metrics
         self.error_log = ErrorLog(metrics)
         self._pool = pool
         self._page_tokens = page_tokens
+        self._namespace = namespace
         self._watch = watch
         # A command fails after timeout_s; a batch may wait for others' before it starts.
         self._timeout_s = 4 * timeout_s
@@ -187,6 +190,7 @@ class HostStore:
             memory=pool or self._pool,
             parent=None if parent is None else parent[0].tobytes(),
             depth=len(prefix or ()),
+            namespace=self._namespace,
         )
         self._hold(lambda seconds: _put_done(ticket, seconds), "a store")
         try:
