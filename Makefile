@@ -85,6 +85,7 @@ test_python = $(if $(filter sglang%,$(1)),$$([ -e $(SGLANG_VENV)/.installed ] &&
   echo $(PY)),$(PY))
 
 test-sglang test-sglang-server: sglang-venv build/view
+test-slow: build/view
 
 .PHONY: sglang-venv
 sglang-venv:

@@ -1,7 +1,6 @@
 """In the guest: what both of SGLang's modes open, on two drives that were labelled for a server.
 
-SGLang itself takes minutes to import here. Its classes run over files and loop devices in
-`tests/sglang/test_several_places.py`.
+SGLang itself takes minutes to import here: `cases_sglang.py` has its classes.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ class Guest:
     """One boot: the drives, and a Python program that runs inside as root.
 
     What the program writes to /out is in `out` here. objects: QEMU's -object arguments, for the
-    drives' backends. environment: the program's, besides its own. A context manager; the guest is
-    gone afterwards, whatever happened.
+    drives' backends. environment: the program's, besides its own. python: the interpreter of the
+    program. A context manager; the guest is gone afterwards, whatever happened.
     """
 
     def __init__(
@@ -227,6 +227,7 @@ class Guest:
         drives: Sequence[Drive],
         program: Sequence[str],
         *,
+        python: str | Path = sys.executable,
         memory: str = "1536M",
         objects: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -236,7 +237,7 @@ class Guest:
         self.out.mkdir(parents=True, exist_ok=True)
         self.console = folder / "console"
         self._monitor = folder / "qmp"
-        (self.out / "run.sh").write_text(self._script(program, environment or {}))
+        (self.out / "run.sh").write_text(self._script([str(python), *program], environment or {}))
         words = [QEMU, "-M", "q35,kernel-irqchip=off", "-accel", "tcg,thread=multi", "-cpu", "max"]
         words += ["-m", memory, "-smp", "2", "-nic", "none", "-nographic", "-no-reboot"]
         words += ["-bios", "/usr/share/qemu/qboot.rom"]
@@ -265,8 +266,8 @@ class Guest:
             self._words += ["-trace", f"enable={event}"]
         self._words += ["-D", str(path)]
 
-    def _script(self, program: Sequence[str], environment: Mapping[str, str]) -> str:
-        """What the guest runs: modules for vfio, then the program with the host's Python."""
+    def _script(self, command: Sequence[str], environment: Mapping[str, str]) -> str:
+        """What the guest runs: modules for vfio, then the program with a Python of the host."""
         paths = [
             str(HERE.parent),
             *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
@@ -282,7 +283,7 @@ class Guest:
             f"{''.join(more)}"
             "modprobe -a vfio-pci vfio_iommu_type1\n"
             f"cd {shlex.quote(str(HERE.parents[1]))}\n"
-            f"exec {shlex.join([sys.executable, *program])}\n"
+            f"exec {shlex.join(command)}\n"
         )
 
     def __enter__(self) -> Guest:

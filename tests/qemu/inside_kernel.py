@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import os
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.file_member import FileMember
 
 OUT = Path("/out")
-LIMIT_S = 280
+LIMIT_S = float(os.environ.get("TUTTI_GUEST_LIMIT_S", "280"))
 KINDS = ("passthrough", "block")
 PAIRS = ("usual", "odd", "pools")
 NVME_CLASS = "0x010802"

@@ -11,6 +11,7 @@ import host_pools as hp
 import pytest
 from linker_engine import PAGES, Rig, names, wait_for
 from loop_devices import loop_devices
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from tutti import cli
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
@@ -55,13 +56,10 @@ def members_of(paths: list[str], kind: str) -> list[str]:
     return [str(file) for path in paths for file in Path(path).rglob("*.tutti")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_linker_uses_both(
-    places: Places, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = places(kind)
+def linker_round_trip(paths: list[str], folder: Path) -> None:
+    """Stores chains of pages, and loads them twice: the second time after a restart."""
     for life in range(2):
-        with Rig(tmp_path, path=paths, capacity="24MiB") as rig:
+        with Rig(folder, path=paths, capacity="24MiB") as rig:
             rig.fill(1)
             want = rig.content(range(PAGES))
             for chain in CHAINS:
@@ -72,20 +70,18 @@ def test_the_linker_uses_both(
                 wait_for(lambda rig=rig, chain=chain: rig.lookup(names(PAGES, chain)) == PAGES)
                 assert rig.restore(names(PAGES, chain), range(PAGES))
                 assert rig.content(range(PAGES)) == want
-    check_both_are_used(members_of(paths, kind), capsys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hicache_uses_both(
-    places: Places, tmp_path: Path, kind: str, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = places(kind)
+def hicache_round_trip(paths: list[str], folder: Path, seed: int) -> None:
+    """As `linker_round_trip`, through the storage that SGLang's factory makes."""
     pool = hp.mha_pool("page_first")
     hp.fill(pool, seed)
     everything = list(range(hp.PAGES))
     want = [hp.page_bytes(pool, page) for page in everything]
     for life in range(2):
-        storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"path": paths}), {})
+        config = hp.config(folder, options={"path": paths})
+        storage = StorageBackendFactory.create_backend("dynamic", config, pool)
+        assert isinstance(storage, TuttiHiCacheStorage)
         storage.register_mem_pool_host(pool)
         try:
             if life == 0:
@@ -98,4 +94,21 @@ def test_hicache_uses_both(
                 assert [hp.page_bytes(pool, page) for page in everything] == want
         finally:
             storage.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_linker_uses_both(
+    places: Places, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = places(kind)
+    linker_round_trip(paths, tmp_path)
+    check_both_are_used(members_of(paths, kind), capsys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hicache_uses_both(
+    places: Places, tmp_path: Path, kind: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = places(kind)
+    hicache_round_trip(paths, tmp_path, seed)
     check_both_are_used(members_of(paths, kind), capsys)

@@ -56,7 +56,6 @@ def open_stored_pools(
             " HiCache (TuttiHiCacheStorage) with the agent"
         )
     pools = list(group.pools.values())
-    main = group.pools.get("kv", pools[0])
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
@@ -78,7 +77,7 @@ def open_stored_pools(
                 options,
                 parallel_rank,
                 schedule,
-                is_kv=pool is main,
+                is_kv=pool is group.pools.get("kv", pools[0]),
             )
             metrics = Metrics(
                 {"mode": LINKER, "pool": pool.name, "rank": parallel_rank.name},
