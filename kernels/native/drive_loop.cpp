@@ -10,6 +10,7 @@ constexpr u64 kTickNs = 20'000'000;          // how often deadlines are looked a
 constexpr u64 kIdleNs = 200'000'000;         // a sleeping thread wakes this often by itself
 constexpr u32 kShare = 8;                    // of the window is owed to stores, one part in so many
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
+constexpr u64 kAheadNs = 1'000'000'000;      // how much later what nothing waits for is due
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
 constexpr u64 kOpeningNs = 200'000'000;  // how long one command may keep all others waiting
@@ -109,7 +110,8 @@ void ServiceThread::accept(u64 clock_ns) {
   }
 }
 
-// Its next layer is due now, the others as fast as the drive delivers them.
+// Its next layer is due now, the others as fast as the drive delivers them.  What nothing waits for
+// is due later, so that it comes after all others, but comes.
 void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
   const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
@@ -118,8 +120,9 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
   part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   const u64 past_ns = part->next / part->n_runs * part->interval_ns;
-  part->due_ns = part->job->ahead ? kNeverDue : clock_ns - std::min(clock_ns, past_ns);
-  part->is_due = part->due_ns != kNeverDue && part->job->n_layers > 1;
+  part->is_ahead = part->job->ahead;
+  part->due_ns = clock_ns - std::min(clock_ns, past_ns) + (part->is_ahead ? kAheadNs : 0);
+  part->is_due = !part->is_ahead && part->job->n_layers > 1;
   const bool is_long = nbytes * part->job->n_layers > kShortNbytes;
   if (is_long && part->is_due && loads_due_ == 0 && active_.empty()) {
     opening_ = part, opening_ns_ = clock_ns, opening_nbytes_ = 0;
@@ -141,8 +144,8 @@ void ServiceThread::list(Part* part) {
   const u64 layer = part->next / part->n_runs;
   u64 due_ns = 0;
   if (priority == kLoads) {
-    if (part->due_ns == kNeverDue && !part->job->ahead) begin_load(part, clock_ns());
-    due_ns = part->due_ns == kNeverDue ? kNeverDue : part->due_ns + layer * part->interval_ns;
+    if (part->is_ahead && !part->job->ahead) begin_load(part, clock_ns());
+    due_ns = part->due_ns + layer * part->interval_ns;
     if (layer + 1 >= part->job->n_layers) end_due(part);
   }
   part->place.value() = {due_ns, part->order, part};
@@ -360,7 +363,7 @@ void ServiceThread::run_attention() {
     for (auto turn = ready.begin(); turn != ready.end();) {
       const auto here = turn++;
       Part* part = here->part;
-      const bool is_waited = part->due_ns == kNeverDue && !part->job->ahead;
+      const bool is_waited = part->is_ahead && !part->job->ahead;
       if (!part->job->done && !is_waited) continue;
       part->place = ready.extract(here);
       if (!part->job->done) list(part);

@@ -10,8 +10,6 @@
 
 namespace gio {
 
-constexpr u64 kNeverDue = ~u64{0};
-
 // One service thread's part of a job.  Used by that thread only.
 struct Part {
   explicit Part(Job* its_job) : job(its_job), place(of_its_own()) {}
@@ -35,10 +33,11 @@ struct Part {
   u64 next = 0;  // command, layer-major
   u64 n_commands = 0;
   u64 order = 0;        // of arrival
-  u64 due_ns = 0;       // of layer 0; kNeverDue: nothing waits for the layers
+  u64 due_ns = 0;       // of layer 0
   u64 interval_ns = 0;  // from layer to layer
   u64 blocked_ns = 0;   // since when the mover is behind
   u32 outstanding = 0;
+  bool is_ahead = false;            // nothing waited for its layers when it was last listed
   bool is_due = false;              // counted in ServiceThread::loads_due_
   std::vector<Completed> deferred;  // finished, but the gate is closed
 

@@ -170,6 +170,21 @@ def test_a_load_ahead_that_is_waited_for_takes_its_turn(make) -> None:  # type: 
     assert ahead_ns[LAYERS // 2] < first_ns[-1]
 
 
+def test_a_load_ahead_does_not_starve(make) -> None:  # type: ignore[no-untyped-def]
+    """It comes before a load that is waited for but begins more than a second later."""
+    rig = make(window_nbytes=COMMAND_NBYTES)
+    rig.controller.limit(rig.controller.now_ns)
+    ahead, ahead_ns = rig.submit(PAGES, ahead=True)
+    while not rig.engine.stats().commands:  # it has begun
+        pass
+    rig.controller.advance(1_200_000_000)
+    late, late_ns = rig.submit(PAGES)
+    rig.controller.limit(FOREVER)
+    for job in (ahead, late):
+        assert job.wait_released(20)
+    assert (ahead_ns < late_ns).all()
+
+
 def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(make) -> None:  # type: ignore[no-untyped-def]
     """The first one in at most 1.5 times the time of its bytes and of a command."""
     shared = Parallelism(is_shared=True)
