@@ -76,7 +76,7 @@ class Calls:
             "present": (store.present, KEYED | {"pin": False, "proven": False}),
             "unpin": (store.unpin, {"name": None}),
             "put": (store.put, self._puts()),
-            "load": (store.load, KEYED | {"pages": PAGES, "memory": None, "batch": ""}),
+            "load": (store.load, self._loads()),
             "prove": (store.prove, {"max_objects": 4} | WAIT),
             "quarantine": (store.quarantine, {"keys": KEYS[:0]}),
             "clear": (store.clear, {"deallocate": False}),
@@ -89,6 +89,9 @@ class Calls:
                 {"pages": 1, "order": None, "hugepages": False},
             ),
         }
+
+    def _loads(self) -> dict[str, Any]:
+        return KEYED | {"pages": PAGES, "memory": None, "batch": "", "ahead": False}
 
     def _catalogue_calls(self) -> Table:
         catalogue = self.store.catalogue

@@ -151,9 +151,7 @@ def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
         path = [f"unix:{agent.path}"]
         with pytest.raises(ConfigError, match="verify, eviction: the agent at"):
             opened(path, verify="off", eviction="lfuda")
-        with pytest.raises(ConfigError, match="profile: the agent at"):
-            opened(path, profile="/some/profile.json")
-        own = {"path": path, "capacity": "64MiB", "profile": "off"}  # as it is with an agent
+        own = {"path": path, "capacity": "64MiB", "profile": "off"}
         open_store(LAYOUT, "kv", 64 * MiB, parse_options(own, HICACHE), ParallelRank())[0].close()
         with pytest.raises(ConfigError, match="pin_lookups, pin_share: the agent at"):
             opened(path, None, LINKER, LINKER_OPTIONS, pin_share=0.25, pin_lookups=7)
