@@ -41,7 +41,7 @@ _RULES: dict[str, dict[str, Rule]] = {
     "present": {"pin": pin_name, "proven": flag},
     "unpin": {"name": optional(text)},
     "put": {"namespace": text},
-    "load": {"batch": text},
+    "load": {"batch": text, "ahead": flag},
     "clear": {"deallocate": flag},
     "prove": {"max_objects": _count, "timeout_s": seconds},
     "wait_recovered": {"timeout_s": seconds},

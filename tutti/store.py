@@ -229,7 +229,7 @@ class ObjectStore(Owned, Store):
     ) -> LoadTicket:
         array, paged = as_keys(keys), self._memory(memory)
         numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        return LoadTicket(self._queue.load(array, numbers, paged, batch, bool(ahead)))
+        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:

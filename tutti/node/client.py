@@ -249,7 +249,7 @@ class NodeStore(Owned, Store):
         """See ObjectStore; raises KeyMissing while the agent is away."""
         array, paged = as_keys(keys), self._memory(memory)
         numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        return LoadTicket(self._queue.load(array, numbers, paged, batch, bool(ahead)))
+        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Nothing is left to do here: the agent verifies for all of its clients."""
