@@ -102,7 +102,8 @@ class Catalogue(Owned):
     def objects(self, keys: Keys) -> list[ObjectInfo]:
         """What is known of objects, by their records.
 
-        Raises MediumError for records that cannot be read, DeviceTimeout.
+        They are in the order of their slots.  Raises MediumError for records that cannot be read,
+        DeviceTimeout.
         """
         found: list[ObjectInfo] = []
         for slots, records in self._records(keys):
