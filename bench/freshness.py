@@ -1,13 +1,18 @@
-"""Tells which results are older than the code that they measure, by the history of the checkout."""
+"""Tells which results are older than the code that they measure, by the history of the checkout.
+
+What a result measured is a digest of the files that it depends on, at the commit that it names.
+"""
 
 from __future__ import annotations
 
 import ast
 import csv
 import functools
+import hashlib
+import json
 import re
 import subprocess
-from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +105,13 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 #: What the rows of a figure in docs/figures depend on, by their source.
 _ROWS = {"simulated": "simulate", "measured": "residency"}
 
+#: Digests of the measured code, a line of name, commit and digest each: a commit that a rebase
+#: removed from the history cannot be looked up any more.
+LOCK = "bench/results/code.lock"
+
+CHANGED = "the code that it measures has changed since"
+UNKNOWN = "its commit is not in this history"
+
 #: Lines of C++ without code: comments, and names of files.
 _NO_CODE = re.compile(r'\s*(//|#include "|$)')
 
@@ -111,53 +123,100 @@ def has_history(root: Path) -> bool:
 
 def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
     """What the result of a file NAME.json depends on."""
-    return DEPENDS[name] if name in DEPENDS else DEPENDS[result["benchmark"]]
+    return DEPENDS[_key(name, result)]
 
 
-def is_stale(name: str, result: dict[str, Any], root: Path) -> bool:
-    """Whether the measured code was changed after the commit that a result names.
+def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
+    """CHANGED if the measured code differs from that of the checkout, UNKNOWN if it is not known.
 
-    Comments, docstrings, and names of files and of modules that are imported are no code.  A commit
-    outside of the history, or with changes of its own, cannot be looked up: such a result is stale.
+    Empty for a result of today's code.  Comments, docstrings, and names of files and of modules
+    that are imported are no code.  A result of a checkout with changes of its own is UNKNOWN.
     """
-    commit = str(result["machine"]["commit"])
-    if _git(root, "merge-base", "--is-ancestor", commit, "HEAD")[0] != 0:
-        return True
-    on = depends(name, result)
-    without = (f":(exclude){path}" for path in _APART if path not in on)
-    among = ("--no-renames", "--name-only", commit, "--", *on, *without)
-    failed, changed = _git(root, "diff", *among)
-    if failed:
-        return True
-    gone, new = Counter[str](), Counter[str]()
-    for path in changed.splitlines():
-        was_absent, old = _git(root, "show", f"{commit}:{path}")
-        before = None if was_absent else _code(path, old)
-        file = root / path
-        now = _code(path, file.read_text().strip()) if file.exists() else None
-        if before is not None and now is not None and before != now:
-            return True
-        if before != now:  # the file has another name now
-            gone.update([before] if before is not None else [])
-            new.update([now] if now is not None else [])
-    return gone != new
+    key = _key(name, result)
+    measured = _measured(key, str(result["machine"]["commit"]), root)
+    if measured is None:
+        return UNKNOWN
+    return "" if measured == _digest(_files_now(key, root)) else CHANGED
 
 
 def figure_is_stale(file: Path, root: Path) -> bool:
     """Whether the code behind a row of a figure's CSV was changed after the commit of the row."""
-    with file.open(newline="") as lines:
-        made = {(row["source"], row["commit"]) for row in csv.DictReader(lines)}
     return any(
-        is_stale(_ROWS[source], {"machine": {"commit": commit}}, root)
-        for source, commit in made
-        if source in _ROWS
+        why_stale(key, {"benchmark": key, "machine": {"commit": commit}}, root)
+        for key, commit in _figure_rows(file)
     )
 
 
+def write_lock(root: Path) -> None:
+    """Keeps the digests of all results and figures of the checkout whose commits are known."""
+    wanted = set[tuple[str, str]]()
+    for file in root.joinpath("bench/results").glob("*.json"):
+        result = json.loads(file.read_text())
+        wanted.add((_key(file.stem, result), str(result["machine"]["commit"])))
+    for file in root.joinpath("docs/figures").glob("*.csv"):
+        wanted |= _figure_rows(file)
+    lines = [
+        f"{key} {commit} {digest}\n"
+        for key, commit in sorted(wanted)
+        if key in DEPENDS and (digest := _measured(key, commit, root)) is not None
+    ]
+    root.joinpath(LOCK).write_text("".join(lines))
+
+
+def _figure_rows(file: Path) -> set[tuple[str, str]]:
+    with file.open(newline="") as lines:
+        rows = [(row["source"], row["commit"]) for row in csv.DictReader(lines)]
+    return {(_ROWS[source], commit) for source, commit in rows if source in _ROWS}
+
+
+def _key(name: str, result: dict[str, Any]) -> str:
+    return name if name in DEPENDS else str(result["benchmark"])
+
+
+def _measured(key: str, commit: str, root: Path) -> str | None:
+    """The digest of a result's code at its commit; None if neither history nor lock has it."""
+    if _git(root, "merge-base", "--is-ancestor", commit, "HEAD")[0] == 0:
+        return _digest(_files_at(key, commit, root))
+    file = root / LOCK
+    kept = (line.split() for line in file.read_text().splitlines()) if file.exists() else ()
+    return next((words[2] for words in kept if words[:2] == [key, commit]), None)
+
+
+def _digest(files: Iterable[tuple[str, str]]) -> str:
+    """Of (path, text), whatever the paths are."""
+    codes = sorted(_code(Path(path).suffix, text.strip()) for path, text in files)
+    return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:16]
+
+
+def _files_at(key: str, commit: str, root: Path) -> Iterator[tuple[str, str]]:
+    for line in _git(root, "ls-tree", "-r", commit, "--", *DEPENDS[key])[1].splitlines():
+        facts, path = line.split("\t", 1)
+        if _belongs(path, key):
+            yield path, _blob(root, facts.split()[2])
+
+
+def _files_now(key: str, root: Path) -> Iterator[tuple[str, str]]:
+    which = ("--cached", "--others", "--exclude-standard", "--deduplicate")
+    for path in _git(root, "ls-files", *which, "--", *DEPENDS[key])[1].splitlines():
+        file = root / path
+        if _belongs(path, key) and file.exists():
+            yield path, file.read_text(errors="replace")
+
+
+def _belongs(path: str, key: str) -> bool:
+    apart = (other for other in _APART if other not in DEPENDS[key])
+    return not any(path == other or path.startswith(f"{other}/") for other in apart)
+
+
 @functools.cache
-def _code(path: str, text: str) -> str:
+def _blob(root: Path, name: str) -> str:
+    return _git(root, "cat-file", "blob", name)[1]
+
+
+@functools.cache
+def _code(suffix: str, text: str) -> str:
     """What a file does, in a form that comments and names of files do not change."""
-    if not path.endswith(".py"):
+    if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
     tree = ast.parse(text)
     for node in ast.walk(tree):
@@ -166,14 +225,24 @@ def _code(path: str, text: str) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             is_text = ast.get_docstring(node, clean=False) is not None
             node.body = node.body[is_text:]
-    return ast.dump(tree)
+    return _shape(tree)
+
+
+def _shape(node: object) -> str:
+    """A syntax tree as text, without empty fields: Python's versions differ in those."""
+    if isinstance(node, list):
+        return f"[{','.join(map(_shape, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"{type(node).__name__}({','.join(f'{n}={_shape(v)}' for n, v in fields)})"
 
 
 def _git(root: Path, *arguments: str) -> tuple[int, str]:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=False
+            ["git", *arguments], cwd=root, capture_output=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return -1, ""
-    return done.returncode, done.stdout.strip()
+    return done.returncode, done.stdout.decode(errors="replace").strip()

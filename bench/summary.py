@@ -50,7 +50,7 @@ from tutti.bench.yardsticks import run as yardsticks
 from tutti.bench.yardsticks import serving
 from tutti.errors import ConfigError
 
-STALE = "; **stale**: the code that it measures has changed since"
+STALE = "; **stale**: "
 STATE = " (**stale**)"
 NOT_MEASURED = "Not measured yet: `make bench` does."
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -67,20 +67,20 @@ def render(text: str, results: Path) -> str:
     history = freshness.has_history(results)
     pictures = {step.name: step.picture for step in store_results.STEPS}
 
-    def read(name: str) -> tuple[dict[str, Any], bool]:
+    def read(name: str) -> tuple[dict[str, Any], str]:
         path = results / f"{name}.json"
         if not path.exists():
             raise ConfigError(f"{path} does not exist; run the benchmark or take the table out")
         result = json.loads(path.read_text())
-        stale = history and freshness.is_stale(name, result, results.resolve().parents[1])
-        return result, stale
+        root = results.resolve().parents[1]
+        return result, freshness.why_stale(name, result, root) if history else ""
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
         if name in pictures and not (results / f"{name}.json").exists():
             return f"{match[1]}\n{NOT_MEASURED}\n\n{match[3]}"
-        result, stale = read(name)
-        shown = f"{_tables(result)}{STALE if stale else ''}"
+        result, why = read(name)
+        shown = f"{_tables(result)}{STALE + why if why else ''}"
         if pictures.get(name) and (results / f"{name}.png").exists():
             shown = f"![{pictures[name]}](../bench/results/{name}.png)\n\n{shown}"
         return f"{match[1]}\n{shown}\n\n{match[3]}"
@@ -90,7 +90,7 @@ def render(text: str, results: Path) -> str:
         if name.startswith("figures/"):
             stale = history and freshness.figure_is_stale(root / "docs" / f"{name}.csv", root)
         else:
-            stale = read(name)[1]
+            stale = bool(read(name)[1])
         return f"{match[1]}{STATE if stale else ''}{match[3]}"
 
     return _STATE.sub(state, _BLOCK.sub(table, text))
@@ -275,12 +275,13 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the pages, and draws the README's picture."""
+    """Rewrites the pages and the digests of what was measured, and draws the README's picture."""
     parser = argparse.ArgumentParser(prog="tutti.bench.summary", description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("results", type=Path)
     args = parser.parse_args(argv)
     try:
+        freshness.write_lock(args.results.resolve().parents[1])
         for page in pages_of(args.page):
             page.write_text(render(page.read_text(), args.results))
         if (compared := args.results / "peers.json").exists():

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tutti.base.terminal import progress
-from tutti.bench import fio
+from tutti.bench import fio, freshness
 from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
@@ -25,7 +25,7 @@ from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
-from tutti.bench.freshness import DEPENDS, depends, has_history, is_stale
+from tutti.bench.freshness import CHANGED, DEPENDS, UNKNOWN, depends, has_history, why_stale
 from tutti.bench.plots import plot_compare
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
@@ -261,7 +261,7 @@ def test_pages_show_the_raw_results_and_their_state(page: Path) -> None:
     text = page.read_text()
     rendered = render(text, RESULTS)
     if not has_history(RESULTS):
-        text = text.replace(STALE, "").replace(STATE, "")
+        text = re.sub(f"{re.escape(STALE)}({CHANGED}|{UNKNOWN})", "", text).replace(STATE, "")
     assert rendered == text, "run python -m tutti.bench.summary docs/results.md bench/results"
 
 
@@ -343,16 +343,39 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     git("commit", "-qm", "one")
     result = {"benchmark": "ring", "machine": {"commit": git("rev-parse", "--short=12", "HEAD")}}
     assert has_history(tmp_path)
-    assert not is_stale("ring", result, tmp_path)
+    assert not why_stale("ring", result, tmp_path)
     (tmp_path / "bench/other.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "other")
-    assert not is_stale("ring", result, tmp_path)
+    assert not why_stale("ring", result, tmp_path)
     code.write_text("2")
-    assert is_stale("ring", result, tmp_path)
+    assert why_stale("ring", result, tmp_path) == CHANGED
     assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
-    assert is_stale("ring", unknown, tmp_path)
+    assert why_stale("ring", unknown, tmp_path) == UNKNOWN
+
+
+def test_what_a_result_measured_is_known_after_its_commit_has_left_the_history(
+    tmp_path: Path,
+) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    code, file = tmp_path / "bench/ring.py", tmp_path / "bench/results/ring.json"
+    file.parent.mkdir(parents=True)
+    code.write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    result = {"benchmark": "ring", "machine": {"commit": git("rev-parse", "HEAD")}}
+    file.write_text(json.dumps(result))
+    freshness.write_lock(tmp_path)
+    git("commit", "-q", "--amend", "-m", "the same under another name")
+    assert not why_stale("ring", result, tmp_path)
+    freshness.write_lock(tmp_path)
+    assert not why_stale("ring", result, tmp_path)
+    code.write_text("2")
+    assert why_stale("ring", result, tmp_path) == CHANGED
+    (tmp_path / freshness.LOCK).unlink()
+    assert why_stale("ring", result, tmp_path) == UNKNOWN
 
 
 def test_a_figure_is_stale_when_the_code_behind_its_rows_has_changed(tmp_path: Path) -> None:
@@ -388,11 +411,11 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     (folder / "two.py").write_text("from tutti.gio_uring.first import f\n\nf()\n")
     (folder / "old.h").write_text('// Of one.\n#include "first.h"\nint f();  // one\n')
     git("add", ".")
-    assert not is_stale("threads", result, tmp_path)
+    assert not why_stale("threads", result, tmp_path)
     (folder / "first.py").write_text("def f():\n    return 2\n")
-    assert is_stale("threads", result, tmp_path)
+    assert why_stale("threads", result, tmp_path) == CHANGED
     (folder / "first.py").unlink()
-    assert is_stale("threads", result, tmp_path)
+    assert why_stale("threads", result, tmp_path) == CHANGED
 
 
 def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> None:
@@ -406,7 +429,8 @@ def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> N
     machine = {"commit": git("rev-parse", "HEAD")}
     code.write_text("2")
     for name, stale in (("submit", True), ("window", False)):
-        assert is_stale(name, {"benchmark": name, "machine": machine}, tmp_path) is stale
+        why = why_stale(name, {"benchmark": name, "machine": machine}, tmp_path)
+        assert why == (CHANGED if stale else "")
 
 
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
