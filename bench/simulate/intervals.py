@@ -17,6 +17,8 @@ from tutti.bench.ttft.workloads.source import MOONCAKE, Workload, build_workload
 from tutti.errors import ConfigError
 
 SHARES = ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")
+DRIVE_SHARES = ("medium_read_busy", "medium_write_busy")
+_OF_RUNS = (*SHARES, *DRIVE_SHARES, "dropped_pages")
 
 
 def settings_for(workload: str, chunk_tokens: int) -> tuple[Setting, ...]:
@@ -81,4 +83,4 @@ def _flat(run: Mapping[str, Any]) -> dict[str, float]:
     }
     if run["itl_ms"]:
         times["itl_ms_mean"] = run["itl_ms"]["mean"]
-    return times | {name: run[name] for name in SHARES if name in run}
+    return times | {name: run[name] for name in _OF_RUNS if name in run}

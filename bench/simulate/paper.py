@@ -23,10 +23,9 @@ from tutti.bench.figures.data import (
 from tutti.bench.simulate.calibration import Calibration
 from tutti.bench.simulate.points import HALF_GLM, HITS, K, PaperMachine, points
 from tutti.bench.simulate.settings import (
-    ANOTHER_ORDER,
     ASSUMED,
     LONGER_STEPS,
-    WITHOUT_FIRST,
+    SETTINGS,
     Setting,
 )
 from tutti.scheduler.roofline import ModelShape
@@ -44,8 +43,6 @@ NAMES = {
     "tutti": "Tutti with read-ahead",
 }
 _RATES = {"leval": (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), "loogle": (0.2, 0.3, 0.4, 0.5, 0.6)}
-#: Of Figure 8; `--validate` has all of them.
-_VARIED = (WITHOUT_FIRST, ANOTHER_ORDER)
 _DRAM_GB, _SSD_GB = 256, 14_000
 
 
@@ -149,7 +146,7 @@ def _varied(machine: PaperMachine, name: str, system: str, rate: float) -> list[
     """Runs of a workload: as assumed first, and where no queue grows then, as varied."""
     machine.use(_NEW)
     runs = [machine.loaded(name, system, rate)]
-    for setting in () if runs[0]["unstable"] else _VARIED:
+    for setting in () if runs[0]["unstable"] else SETTINGS[1:]:
         machine.use(_NEW, setting)
         runs.append(machine.loaded(name, system, rate))
     return runs

@@ -20,7 +20,6 @@ from tutti.bench.simulate.settings import (
     HALF_AS_LONG,
     LONGER_STEPS,
     SETTINGS,
-    WITHOUT_FIRST,
     ServedWorkload,
     Setting,
     paper_times,
@@ -214,10 +213,8 @@ def settings_of(name: str, by: str) -> Sequence[Setting]:
         return (ASSUMED,)
     if by == "replay":
         return (ASSUMED, ANOTHER_ORDER, HALF_AS_LONG)
-    kind = name.split()[0]
-    if kind == "rate":  # many runs each
-        return (ASSUMED, WITHOUT_FIRST, ANOTHER_ORDER)
-    return SETTINGS if kind in ("ttft", "itl", "tpot") else (ASSUMED, LONGER_STEPS)
+    whole = name.split()[0] in ("ttft", "itl", "tpot", "rate")
+    return SETTINGS if whole else (ASSUMED, LONGER_STEPS)
 
 
 def residuals(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import isclose
 from typing import Any
 
 from tutti.base.terminal import table
-from tutti.bench.simulate.intervals import SHARES
+from tutti.bench.simulate.intervals import DRIVE_SHARES, SHARES
 
 HEAD = (
     *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
@@ -32,8 +33,8 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
             *(_cell(row, "ttft_ms", name, ".0f") for name in ("mean", "p50", "p99")),
             *(_cell(row, name, "mean", ".1f") for name in ("tpot_ms", "itl_ms")),
             *(_cell(row, name, "", ".1%") for name in SHARES),
-            f"{row['medium_read_busy']:.1%}, {row['medium_write_busy']:.1%}",
-            row["dropped_pages"],
+            ", ".join(_cell(row, name, "", ".1%") for name in DRIVE_SHARES),
+            _cell(row, "dropped_pages", "", "d"),
             _grows(row),
             f"{row['speed']['requests_per_s']:.0f}",
         ]
@@ -78,8 +79,13 @@ def point_rows(result: dict[str, Any]) -> list[list[object]]:
 def _simulated_cells(point: dict[str, Any]) -> list[str]:
     if point["simulated"] is None:
         return ["queue grows", "", "not compared"]
-    interval = f"{point['low']:.3g} to {point['high']:.3g}" if point["settings"] > 1 else ""
+    interval = f"{point['low']:.3g} to {point['high']:.3g}" if _varies(point) else "nothing to vary"
     return [f"{point['simulated']:.3g}", interval, f"{point['error']:+.1%}"]
+
+
+def _varies(point: dict[str, Any]) -> bool:
+    """Whether a setting changes the point.  Where steps are rounded to nanoseconds is no change."""
+    return point["low"] is not None and not isclose(point["low"], point["high"], rel_tol=1e-6)
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
@@ -131,11 +137,12 @@ def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
             )
         elif known:
             near = sum(error <= 0.1 for error in known)
+            spread = [p for p in tested if _varies(p)]
             notes.append(
                 f"by {by}: of {len(tested)} points that were not fitted {len(tested) - len(known)} "
                 f"are saturated; of the others {near} are within 10 %, the middle one is off by "
-                f"{known[len(known) // 2]:.1%}, and {sum(p['within'] for p in tested)} lie within "
-                "the interval over unpublished settings"
+                f"{known[len(known) // 2]:.1%}; unpublished settings change {len(spread)}"
+                + (f", of which {sum(p['within'] for p in spread)} lie within" if spread else "")
             )
     return notes
 

@@ -50,6 +50,10 @@ def test_numbers_have_intervals_over_settings_that_nobody_publishes(
     for name, (low, high) in row["intervals"].items():
         assumed = row[name] if name in row else row[name.rpartition("_")[0]][name.split("_")[-1]]
         assert low <= assumed <= high, name
+    # Half as many requests drop other pages, and keep the drives busy for another share.
+    assert {"dropped_pages", "medium_read_busy", "medium_write_busy"} <= row["intervals"].keys()
+    low, high = row["intervals"]["medium_write_busy"]
+    assert low < high and f"[{low:.1%}, {high:.1%}]" in simulate.report(result)
     low, high = row["intervals"]["ttft_ms_mean"]
     assert low < high and f"[{low:.0f}, {high:.0f}]" in simulate.report(result)
     [point] = csv.read_text().splitlines()[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tutti.bench.simulate.fit import FITTED, fit, fit_loss
 from tutti.bench.simulate.paper import NAMES, write_paper
 from tutti.bench.simulate.points import PaperMachine, points, residuals
 from tutti.bench.simulate.run import fitted_values
+from tutti.bench.simulate.settings import SETTINGS, Setting
 from tutti.errors import ConfigError
 
 CALIBRATION = load_calibration()
@@ -95,6 +97,40 @@ def test_a_saturated_point_is_not_compared_and_each_is_counted_once(
         "by simulation: of 4 points that were not fitted 4 are saturated: nothing is compared"
     ]
     assert {row[5] for row in simulate.point_rows(result)} == {""}
+
+
+def test_a_point_that_no_setting_changes_has_no_interval() -> None:
+    found = residuals(CALIBRATION, only=("prefix tutti-paper 112K", "retrieve gds", "bubble share"))
+    cells = {row[0]: row[5] for row in simulate.point_rows({"points": found})}
+    assert cells["prefix tutti-paper 112K"] == cells["retrieve gds"] == "nothing to vary"
+    assert " to 41.2" in cells["bubble share ssd-layers 64K 75%"]
+    notes = simulate.notes_of({"points": found, "fitted": {}})
+    assert "unpublished settings change 2, of which 0 lie within" in notes[0]
+
+
+def test_the_highest_rates_vary_in_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def value(_: object, name: str, server: str, setting: Setting) -> float:
+        asked.append(setting.name)
+        return 1.0
+
+    monkeypatch.setattr(PaperMachine, "value", value)
+    [point] = residuals(CALIBRATION, only=("rate tutti-paper/gds",))
+    assert asked == [setting.name for setting in SETTINGS] and point["settings"] == len(SETTINGS)
+
+
+def test_the_curves_vary_in_every_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    loaded = PaperMachine.loaded
+
+    def watched(machine: PaperMachine, *args: Any) -> dict[str, Any]:
+        asked.append(machine._setting)
+        return loaded(machine, *args) | {"unstable": False}
+
+    monkeypatch.setattr(PaperMachine, "loaded", watched)
+    write_paper(CALIBRATION, tmp_path, ["tutti-fig14"], effort=0.002)
+    assert set(asked) == set(SETTINGS)
 
 
 def test_the_figures_of_the_paper_are_written(tmp_path: Path) -> None:
