@@ -72,6 +72,19 @@ def test_points_that_take_one_request_stay_where_they_were() -> None:
         assert paper.value("bubble share hbm 64K 0%", server) == pytest.approx(base, rel=1e-3)
 
 
+def test_one_time_to_submit_does_not_fit_both_figures_of_dram() -> None:
+    """Figure 2's wait needs less of it than Figure 11's ratio, which it is fitted to."""
+    figure_2, figure_11 = "bubble share dram-whole 64K 75%", "prefix tutti-paper/dram 128K"
+
+    def values(us: float) -> tuple[float, float]:
+        machine = PaperMachine(CALIBRATION.with_value("systems", "dram", "submit_read_us", us))
+        return machine.value(figure_2, "vllm-0.17"), machine.value(figure_11, "vllm-0.12")
+
+    assert values(33.5362) == pytest.approx((16.3, 1.206), rel=0.01)
+    assert values(28.0) == pytest.approx((14.2, 1.44), rel=0.01)
+    assert values(0.0)[0] == pytest.approx(11.4, rel=0.01)
+
+
 def test_every_published_point_has_a_counterpart() -> None:
     found = residuals(CALIBRATION, effort=0.002)
     assert [point["name"] for point in found] == [point["name"] for point in points()]
