@@ -90,7 +90,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/ttft/{name}.py" for name in ("http", "recipes", "server_control")),
     ),
     "simulate": _SIMULATOR,
-    "slack": _SLACK,
+    "slack": (*_SLACK, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack-file": (*_TRANSFERS, *_SLACK),
     "soak": ("kernels", "tutti", "tests/soak"),
     "submit": (
