@@ -23,6 +23,7 @@ from tutti.scheduler.roofline import DENSE_MODELS, GPUS, GpuRoofline, ModelShape
 FILE = Path(__file__).with_name("calibration.json")
 TIERS = ("none", "dram", "ssd")
 POLICIES = ("immediate", "slack")
+_WAYS = {"whole": False, "layers": True}
 _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
 
@@ -109,8 +110,17 @@ class Calibration:
         return _named(self.servers, name, "server")
 
     def system(self, name: str) -> StorageSystem:
-        """Raises ConfigError for a name that is not known."""
-        return _named(self.systems, name, "system")
+        """A system by its name; with -whole or -layers, as that awaits whole loads or layers.
+
+        Raises ConfigError for a name that is not known, or one that loads nothing.
+        """
+        first, _, way = name.rpartition("-")
+        if name in self.systems or way not in _WAYS:
+            return _named(self.systems, name, "system")
+        found = _named(self.systems, first, "system")
+        if found.tier == "none":
+            raise ConfigError(f"{first} loads nothing, so {name!r} does not exist; use {first}")
+        return replace(found, layerwise=_WAYS[way])
 
 
 def load_calibration(path: Path = FILE) -> Calibration:

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--systems",
         nargs="+",
         default=["hbm", "dram", "gds", "tutti"],
-        help="caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti",
+        help="caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti; with "
+        "-whole or -layers, one that awaits whole loads or single layers (dram-whole, ssd-layers)",
     )
     group.add_argument(
         "--software", default="sglang", help="simulated server: sglang, vllm-0.12 or vllm-0.17"

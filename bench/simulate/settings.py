@@ -72,17 +72,10 @@ SETTINGS = (
 def paper_times(
     calibration: Calibration, server: str, system: str, setting: Setting = ASSUMED
 ) -> ServerTimes:
-    """Of the paper's machine: an H100 and two D7-PS1010 for each server.
-
-    system: one of the calibration; with -whole or -layers, as that awaits whole loads or layers.
-    """
+    """Of the paper's machine: an H100 and two D7-PS1010 for each server."""
     served = setting.steps_of(calibration.server(server))
-    name, _, way = system.partition("-") if system != "tutti-paper" else (system, "", "")
-    found = calibration.system(name)
-    if way:
-        found = replace(found, layerwise=way == "layers")
     gpu, drive = gpu_of(PAPER_GPU), drive_of(PAPER_DRIVE)
-    return ServerTimes(calibration, served, found, gpu=gpu, drive=drive)
+    return ServerTimes(calibration, served, calibration.system(system), gpu=gpu, drive=drive)
 
 
 def sent_workload(sent: Sent, name: str, setting: Setting, effort: float = 1.0) -> Workload:

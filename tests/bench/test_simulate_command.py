@@ -63,6 +63,19 @@ def test_numbers_have_intervals_over_settings_that_nobody_publishes(
     assert "[" not in simulate.report(once)
 
 
+def test_a_system_waits_for_whole_loads_or_for_layers_by_its_suffix(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    systems = ("dram", "dram-layers", "dram-whole", "ssd", "ssd-layers")
+    words = ("--workload", "leval-synthetic", "--requests", "60", "--rates", "0.3", "--as-assumed")
+    few = ("--hbm-tokens", "20000", "--warm", "30")
+    code, result = simulated(capsys, *words, *few, "--systems", *systems)
+    waits = {row["system"]: row["bubble_s"] for row in result["rows"]}
+    assert code == 0 and tuple(waits) == systems
+    assert waits["dram-layers"] == waits["dram"] < waits["dram-whole"]
+    assert waits["ssd-layers"] < waits["ssd"]
+
+
 def test_a_trace_has_an_order_and_answers_of_its_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -118,6 +131,8 @@ def test_a_profile_replaces_compute_and_drive(
     ("arguments", "said"),
     [
         (["--systems", "magic"], "the system 'magic' does not exist"),
+        (["--systems", "magic-whole"], "the system 'magic' does not exist"),
+        (["--systems", "hbm-layers"], "hbm loads nothing"),
         (["--software", "magic"], "the server 'magic' does not exist"),
         (["--rates"], "no times of its own"),
         (["--rates", "0"], "positive rate"),
