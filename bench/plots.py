@@ -12,6 +12,8 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#E69F00", "#56B4E9", "#000000", "#999999"),
 )
+_LINES = ("path", "block_nbytes")
+_STYLES = ("-", "--", ":", "-.")
 
 
 def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
@@ -25,9 +27,9 @@ def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
         return False
     figure, (axis,) = canvas
     for row, cell in enumerate(cells.values()):
-        _draw_interval(axis, row, cell["speed_ratio"], "#4c72b0")
+        _draw_interval(axis, row, cell["speed_ratio"], COLOURS[0])
         if "noise" in cell:
-            _draw_interval(axis, row + 0.25, cell["noise"]["speed_ratio"], "#aaaaaa")
+            _draw_interval(axis, row + 0.25, cell["noise"]["speed_ratio"], COLOURS[7])
     names = [f"{name}\n{cell['a']['name']} / {cell['b']['name']}" for name, cell in cells.items()]
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.axvline(1.0, color="black", linewidth=0.8)
@@ -49,19 +51,22 @@ def plot_paths(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
         return False
     figure, axes = canvas
     reads = [row for row in result["rows"] if row["direction"] == "read"]
+    paths, blocks = (list(dict.fromkeys(row[name] for row in reads)) for name in _LINES)
     for line in dict.fromkeys((row["path"], row["block_nbytes"]) for row in reads):
         rows = [row for row in reads if (row["path"], row["block_nbytes"]) == line]
-        label = f"{line[0]}, {format_nbytes(line[1])}"
+        style = {
+            "label": f"{line[0]}, {format_nbytes(line[1])}",
+            "color": COLOURS[paths.index(line[0]) % len(COLOURS)],
+            "linestyle": _STYLES[blocks.index(line[1]) % len(_STYLES)],
+        }
         for axis, name in zip(axes, ("gb_per_s", "p99_us"), strict=True):
-            axis.plot(
-                [row["depth"] for row in rows], [row[name] for row in rows], "o-", label=label
-            )
+            axis.plot([row["depth"] for row in rows], [row[name] for row in rows], "o", **style)
     for axis, title in zip(axes, ("reads, GB/s", "reads, p99 in microseconds"), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("commands in flight")
         axis.set_title(title)
     axes[1].set_yscale("log")
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=8, handlelength=3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     return True

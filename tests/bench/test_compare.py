@@ -26,7 +26,7 @@ from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import CHANGED, DEPENDS, UNKNOWN, depends, has_history, why_stale
-from tutti.bench.plots import plot_compare
+from tutti.bench.plots import COLOURS, plot_compare, plot_paths
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
 from tutti.errors import ConfigError, MediumError, Unsupported
@@ -247,6 +247,11 @@ def test_pictures(tmp_path: Path) -> None:
     assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
     assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
     assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
+    both = [{"path": path, "block_nbytes": n} for path in ("a", "b") for n in (4096, 65536)]
+    measured = {"direction": "read", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
+    assert plot_paths({"rows": [one | measured for one in both]}, tmp_path / "paths.svg")
+    drawn = set(re.findall(r"stroke: (#\w{6})", (tmp_path / "paths.svg").read_text()))
+    assert drawn >= {colour.lower() for colour in COLOURS[:2]} and "#1f77b4" not in drawn
 
 
 def test_without_matplotlib_there_is_no_picture(
