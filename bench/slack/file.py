@@ -38,7 +38,10 @@ _STORED = 16
 _PAGES = 128  # of registered memory
 _DECODE_S = 0.06
 WARM_ROUNDS = 2
+#: For each long transfer: the bar of a short one is 50 us, a hundredth of what it takes on a disk.
+_SHORT_ONES = 16
 _WAIT_S = 60.0
+_SYSTEMS = ("auto", "off", "control")
 
 
 @dataclass(frozen=True)
@@ -69,36 +72,46 @@ class FileProfile:
 
 def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
     """What scheduling costs where nothing competes: one put or load at a time, in turns by a pool
-    with ``profile="auto"`` and one with None.  Ratios of times, and microseconds more.
+    with ``profile="auto"`` and two with None, one of which is a control of the noise.  Ratios of
+    times, and microseconds more.
     """
     rng = np.random.default_rng(0)
-    shapes = {"long": _LOADED, "short": 1}
+    shapes = {"long": (_LOADED, 1), "short": (1, _SHORT_ONES)}
     times: dict[tuple[str, str, str], list[float]] = {}
     with (
         tempfile.TemporaryDirectory(dir=directory) as folder,
         _opened(Path(folder) / "auto", AUTO) as auto,
         _opened(Path(folder) / "off") as off,
-        progress("cost", 2 * rounds) as bar,
+        _opened(Path(folder) / "control") as control,
+        progress("cost", rounds) as bar,
     ):
         source = auto.stats()["profile"]
-        pair = [("auto", auto), ("off", off)]
-        for number, (shape, pages) in itertools.product(
-            range(rounds + WARM_ROUNDS), shapes.items()
-        ):
-            for name, store in pair if number % 2 else reversed(pair):
-                for what, took_s in _alone(store, pages, rng).items():
-                    times.setdefault((shape, what, name), []).append(took_s)
+        turns = list(itertools.permutations({"auto": auto, "off": off, "control": control}.items()))
+        for number in range(rounds + WARM_ROUNDS):
+            for shape, (pages, count) in shapes.items():
+                for one in range(count):
+                    for name, store in turns[(number + one) % len(turns)]:
+                        for what, took_s in _alone(store, pages, rng).items():
+                            times.setdefault((shape, what, name), []).append(took_s)
             bar.advance(1 if number >= WARM_ROUNDS else 0)
-    cells = {}
-    for shape, what in itertools.product(shapes, ("put", "load")):
-        with_s, without_s = (times[shape, what, name][WARM_ROUNDS:] for name in ("auto", "off"))
-        more = [(a - b) * 1e6 for a, b in zip(with_s, without_s, strict=True)]
-        cells[f"{shape} {what}"] = {
-            "off_us": median(without_s) * 1e6,
-            "auto / off": bootstrap_median(ratios(with_s, without_s)).to_dict(),
-            "more_us": median(more),
-        }
+    cells = {
+        f"{shape} {what}": _cell(
+            {name: times[shape, what, name][WARM_ROUNDS * count :] for name in _SYSTEMS}
+        )
+        for (shape, (_, count)), what in itertools.product(shapes.items(), ("put", "load"))
+    }
     return {"rounds": rounds, "profile": source, "cells": cells}
+
+
+def _cell(took_s: dict[str, list[float]]) -> dict[str, Any]:
+    """Of one kind of transfer: medians over rounds, with intervals."""
+    off_s = took_s["off"]
+    found: dict[str, Any] = {"count": len(off_s), "off_us": median(off_s) * 1e6}
+    for name in ("auto", "control"):
+        more_us = [(a - b) * 1e6 for a, b in zip(took_s[name], off_s, strict=True)]
+        found[f"{name} / off"] = bootstrap_median(ratios(took_s[name], off_s)).to_dict()
+        found[f"{name} - off, us"] = bootstrap_median(more_us).to_dict()
+    return found
 
 
 def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str, float]:

@@ -7,6 +7,9 @@ from typing import Any
 from tutti.base.terminal import table
 from tutti.bench.statistics import interval_text
 
+#: What scheduling may cost where nothing competes: microseconds a transfer, times the time.
+SHORT_BAR_US, LONG_BAR = 50.0, 1.03
+
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
     *("oracle", "bound (no writes)", "gap", "closed by slack", "fluid"),
@@ -75,11 +78,42 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _cost(found: dict[str, Any]) -> str:
-    cells = ", ".join(
-        f"{name} {interval_text(cell['auto / off'])} ({cell['more_us']:+.0f} us)"
+    """What scheduling costs, and what the same pool costs against another one without it."""
+    cells = "; ".join(
+        f"{name} {_more(cell, 'auto')}, {_verdict(name, cell)}"
+        if "control / off" in cell
+        else f"{name} {interval_text(cell['auto / off'])} ({cell['more_us']:+.0f} us)"
         for name, cell in found["cells"].items()
     )
     return f"measured on a file, one at a time, time with scheduling over time without: {cells}"
+
+
+def _more(cell: dict[str, Any], name: str) -> str:
+    us = cell[f"{name} - off, us"]
+    return (
+        f"{interval_text(cell[f'{name} / off'])} ({us['median']:+.0f} [{us['low']:+.0f}, "
+        f"{us['high']:+.0f}] us)"
+    )
+
+
+def _verdict(name: str, cell: dict[str, Any]) -> str:
+    """Whether the bar is reached, by the interval.
+
+    Nothing is known where that holds the bar, or where the control may be as slow.
+    """
+    is_short = name.startswith("short")
+    value, noise = (
+        cell[f"{which} - off, us" if is_short else f"{which} / off"]
+        for which in ("auto", "control")
+    )
+    bar = SHORT_BAR_US if is_short else LONG_BAR
+    text = f"bar {bar:g} us" if is_short else f"bar {bar:g}"
+    control = f"control {_more(cell, 'control')}"
+    if value["high"] <= bar:
+        return f"{text} reached ({control})"
+    is_missed = value["low"] > max(bar, noise["high"])
+    state = "**not reached**" if is_missed else "**not resolved**"
+    return f"{text} {state} ({control})"
 
 
 def _file(found: dict[str, Any]) -> str:

@@ -267,6 +267,34 @@ def test_a_file_alone_is_measured_and_nothing_simulated(tmp_path: Path) -> None:
     assert f"{stored_s['slack']:.3f} s with `slack`, {stored_s['none']:.3f} s with" in text
     assert "simulated" not in text
     assert not list(tmp_path.iterdir())
+    cells = result["cost"]["cells"]
+    counts = {name: cell["count"] for name, cell in cells.items()}
+    assert counts == {"long put": 1, "long load": 1, "short put": 16, "short load": 16}
+    for cell in cells.values():
+        assert 0 < cell["control / off"]["low"] <= cell["control / off"]["high"]
+    assert text.count("control ") == len(cells)
+
+
+@pytest.mark.parametrize(
+    ("more_us", "noise_us", "said"),
+    [
+        ((-20.0, 40.0), (-30.0, 30.0), "bar 50 us reached"),
+        ((-20.0, 80.0), (-30.0, 30.0), "bar 50 us **not resolved**"),
+        ((60.0, 80.0), (-30.0, 30.0), "bar 50 us **not reached**"),
+        ((60.0, 80.0), (-30.0, 70.0), "bar 50 us **not resolved**"),
+    ],
+)
+def test_a_cost_is_judged_by_its_interval_and_a_control(
+    more_us: tuple[float, float], noise_us: tuple[float, float], said: str
+) -> None:
+    cell: dict[str, object] = {"off_us": 5e3, "count": 384}
+    for name, ends in (("auto", more_us), ("control", noise_us)):
+        low, high = ends
+        cell[f"{name} - off, us"] = {"median": low, "low": low, "high": high}
+        cell[f"{name} / off"] = {"median": 1.0, "low": 1.0, "high": 1.0}
+    found = {"cells": {"short put": cell, "long put": cell}}
+    [note] = slack_report.notes_of({"rows": [], "cost": found})
+    assert said in note and "bar 1.03 reached" in note
 
 
 def test_a_gap_that_is_too_small_is_not_judged() -> None:
