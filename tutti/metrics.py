@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti import __version__
 from tutti.errors import ConfigError, TuttiError, Unsupported, system_message
+from tutti.profiles.at_open import OFF, SCHEDULING
 
 if TYPE_CHECKING:
     from tutti.interface import Store
@@ -52,6 +53,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "early_evictions": ("evicted_too_early", "objects that were stored again after their eviction"),
     "residency_switches": ("residency_switches", "groups that changed between direct and cached"),
     "residency_moved_bytes": ("residency_moved_nbytes", "bytes of these groups"),
+    "residency_moving_seconds": ("residency_moving_s", "time that these changes took"),
     "expired_objects": ("expired", "objects removed at the end of their time to live"),
     "quarantined_objects": ("quarantined", "slots taken out of use"),
     "deferred_pages": ("deferred_pages", "pages written later than they came: loads go first"),
@@ -68,6 +70,15 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
     "free_objects": ("free_objects", "slots that are free"),
     "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),
+    "written_today_bytes": (
+        "written_today_nbytes",
+        "bytes written to the medium since midnight UTC, or the opening if that was later",
+    ),
+    "bytes_written_per_byte_stored": (
+        "bytes_written_per_byte_stored",
+        "write amplification, records and padding included; the drive's own is not",
+    ),
+    "scheduling": ("scheduling", "0 without, 1 by an estimated profile, 2 by a measured one"),
     "prediction_error": ("prediction_error", "mean of |measured - expected| over expected times"),
     "pinned_objects": ("pinned_objects", "objects that an operator pinned"),
 }
@@ -221,7 +232,14 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
         stats: dict[str, Any] = store.stats()
     except TuttiError:
         return None
-    return {**stats.get("scheduler", {}), **stats} if "slots" in stats else None
+    if "slots" not in stats:
+        return None
+    return {
+        **stats.get("scheduler", {}),
+        **stats,
+        "residency_moving_s": stats["residency_moving_ms"] / 1e3,
+        "scheduling": SCHEDULING.get(stats.get("profile", OFF), 2),
+    }
 
 
 def _settings(store: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.integration.sglang.options import HICACHE, LINKER
+from tutti.profiles.at_open import OFF, SCHEDULING
 
 UNFLUSHED = "weights_unflushed"
 
@@ -180,8 +181,7 @@ class Metrics:
         for name in ("deferred_pages", "forced_pages"):
             self._count_up(name, queue.get(name, 0))
         self.level("prediction_error", queue.get("prediction_error", 0.0))
-        source = stats.get("profile", "off")
-        self.level("scheduling", {"off": 0, "estimated": 1}.get(source, 2))
+        self.level("scheduling", SCHEDULING.get(stats.get("profile", OFF), 2))
         usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])
         held = int(stats["capacity_objects"]) - int(stats["free_objects"]) - quarantined
         self.level("fullness", min(1.0, held / max(1, usable)))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from node.agents import RunningAgent
+from node.agents import LAYOUT, RunningAgent
 
 from store.pools import fill, some_keys
+from tutti.base.units import format_nbytes
 from tutti.cli import main
 
 
@@ -40,6 +41,12 @@ def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: i
     assert "<" in lines["store p99"]
     assert lines["load p99"].strip() == "-"
     assert result["stored"] == 4
+    # The client wrote the pages, and the agent their records.
+    assert result["bytes_written"] >= 4 * LAYOUT.object_nbytes
+    assert result["written_today_nbytes"] == result["bytes_written"] > 0
+    assert lines["written today"].strip().startswith(format_nbytes(result["bytes_written"]))
+    ratio = result["bytes_written_per_byte_stored"]
+    assert lines["amplification"].strip() == f"{ratio:.3f} bytes written per byte" and ratio > 1
 
 
 def test_an_interval_shows_what_happened_in_it(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,44 @@ def test_a_program_of_its_own_registers_a_store(tmp_path: Path) -> None:
         assert registry.get_sample_value("tutti_capacity_objects", {"pool": "chat"}) == capacity
         free = registry.get_sample_value("tutti_slots", {"pool": "chat", "state": "free"})
         assert free == capacity
+
+
+def test_wear_scheduling_and_residency_are_published(tmp_path: Path, seed: int) -> None:
+    rng, registry, labels = np.random.default_rng(seed), CollectorRegistry(), {"pool": "chat"}
+    moving = {"residency_moving_ms": 0.0}
+    with tutti.open(str(tmp_path / "pool.tutti"), LAYOUT, "32MiB", profile=None) as store:
+        seen: Any = SimpleNamespace(
+            stats=lambda: {**store.stats(), **moving},
+            layout=store.layout,
+            config=store.config,
+            recovered=True,
+        )
+        registry.register(StoreCollector({"chat": seen}))
+
+        def value(name: str) -> float:
+            found = registry.get_sample_value(f"tutti_{name}", labels)
+            assert found is not None, name
+            return found
+
+        assert value("bytes_written_per_byte_stored") == 0 and value("scheduling") == 0
+        before = value("written_today_bytes")
+        fill(store.allocate_memory(8), range(8), rng)
+        store.put(some_keys(rng, 8), range(8)).wait(30)
+        assert value("written_today_bytes") - before >= 8 * LAYOUT.object_nbytes
+        assert value("written_today_bytes") == value("written_bytes_total")
+        assert 1.0 < value("bytes_written_per_byte_stored") < 2.0
+        assert value("residency_moving_seconds_total") == 0
+        moving["residency_moving_ms"] = 1500.0
+        assert value("residency_moving_seconds_total") == 1.5
+
+
+def test_the_gauge_of_scheduling_tells_an_estimate_from_a_measurement(tmp_path: Path) -> None:
+    for source, level in (("estimated", 1), ("measured", 2), ("file", 2)):
+        config = tutti.StoreConfig(schedule=Schedule(Linear(), source=source))
+        registry = CollectorRegistry()
+        with tutti.open(str(tmp_path / source), LAYOUT, "32MiB", config=config) as store:
+            registry.register(StoreCollector({"chat": store}))
+            assert registry.get_sample_value("tutti_scheduling", {"pool": "chat"}) == level
 
 
 def test_what_the_scheduler_forced_is_published(tmp_path: Path, seed: int) -> None:

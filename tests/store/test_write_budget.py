@@ -12,6 +12,7 @@ import tutti
 from store.pools import LAYOUT, some_keys
 from tutti.errors import ConfigError
 from tutti.medium.geometry import RECORD_NBYTES
+from tutti.transfers.core import Core
 from tutti.transfers.put_limits import WriteBudget
 from tutti.transfers.tickets import Outcome
 
@@ -56,6 +57,30 @@ def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: i
         assert (stats["over_budget"], stats["dropped"]) == (2, 2)
         assert stats["bytes_written_per_byte_stored"] >= 1.0
         store.load(keys[:6], np.arange(6)).wait()
+
+
+def test_what_is_written_today_begins_at_midnight(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noon_64s = 20_000 * 1350 + 675
+    now_64s = [noon_64s]
+    monkeypatch.setattr(Core, "now_64s", lambda _: now_64s[0])
+    keys = some_keys(np.random.default_rng(seed), 8)
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB") as store:
+        store.allocate_memory(pages=8)
+        store.put(keys[:4], np.arange(4)).wait()
+        first = store.stats()["written_today_nbytes"]
+        assert first == store.stats()["bytes_written"] >= 4 * OBJECT_NBYTES
+        now_64s[0] += 674  # the last 64 s of the day
+        store.put(keys[4:6], np.arange(4, 6)).wait()
+        assert store.stats()["written_today_nbytes"] - first >= 2 * OBJECT_NBYTES
+        now_64s[0] += 1  # nobody asks before the first put of the day
+        store.put(keys[6:], np.arange(6, 8)).wait()
+        assert 2 * OBJECT_NBYTES <= store.stats()["written_today_nbytes"] < first
+        now_64s[0] += 1350  # nothing is written on this day
+        assert store.stats()["written_today_nbytes"] == 0
+        now_64s[0] = noon_64s  # the clock was set back
+        assert store.stats()["written_today_nbytes"] == 0
 
 
 @pytest.mark.parametrize("name", ["write_budget", "eviction", "degraded", "any_owner", "timeout_s"])

@@ -39,6 +39,8 @@ from tutti.scheduler.roofline import DENSE_MODELS, GPUS, ModelShape
 AUTO, OFF = "auto", "off"
 #: Where a profile came from, as `stats` and the metrics name it.
 FILE, CACHE, MEASURED, ESTIMATED = "file", "cache", "measured", "estimated"
+#: As the gauge of the metrics has it: 0 without a scheduler, 1 by an estimate, 2 by measurements.
+SCHEDULING = {OFF: 0, ESTIMATED: 1, FILE: 2, CACHE: 2, MEASURED: 2}
 
 #: From the first byte of the file to its removal.
 BUDGET_S = 2.0

@@ -17,7 +17,7 @@ from tutti.errors import DeviceTimeout, PoolCorrupt
 from tutti.gio_uring.engine import PRIORITY_STORE, Engine
 from tutti.gio_uring.engine_structs import WindowStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
-from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.transfer import Submitter, Transfer, TransferOptions
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
@@ -94,9 +94,11 @@ class Core(InFlight):
         self.load_latency = Histogram()
         self.store_latency: Histogram = Histogram()
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers
-        object_nbytes = padded_nbytes + RECORD_NBYTES
-        self.quotas = Quotas(config.quotas, object_nbytes, config.write_budget_nbytes)
+        self._stored_nbytes = padded_nbytes + RECORD_NBYTES
+        self.quotas = Quotas(config.quotas, self._stored_nbytes, config.write_budget_nbytes)
         self.is_unlimited = config.write_budget_nbytes is None and not config.quotas
+        self._day, self._before_day_nbytes = self._today(), 0
+        self._others_nbytes = {OPCODE_READ: 0, OPCODE_WRITE: 0}
         self.sequence = 1
         self.leave_open = False  # records on the medium are not what the index says
         self.index = Index(members.count * self.geometry.slots)
@@ -127,6 +129,8 @@ class Core(InFlight):
         options["priority"], options["timeout_s"] = PRIORITY_STORE, self.config.timeout_s
         if memory.path is None:
             return self.slot_jobs.start(OPCODE_WRITE, slots, pages, memory, **options)
+        if self.is_remote(memory):
+            self.moved_elsewhere(OPCODE_WRITE, slots.size)
         extents = self.extents(slots)
         started: Transfer = memory.path.submit(OPCODE_WRITE, extents, pages, memory, **options)
         return started
@@ -249,11 +253,40 @@ class Core(InFlight):
         self.counters.looked_up += keys
         self.counters.hits += hits
 
+    def count_stored(self, objects: int) -> None:
+        """Objects have reached the medium.  Lock held."""
+        self.counters.stored += objects
+        self.counters.payload_written_nbytes += objects * self.object_nbytes
+        if self._today() != self._day:
+            self._begin_day(self._written_nbytes() - objects * self._stored_nbytes)
+
+    def moved_elsewhere(self, opcode: int, objects: int) -> None:
+        """Another process moves objects, which this one's engine does not count."""
+        with self.lock:
+            self._others_nbytes[opcode] += objects * (self._stored_nbytes - RECORD_NBYTES)
+
+    def _written_nbytes(self) -> int:
+        """Of the medium, records included.  Lock held."""
+        return int(self.engine.stats().bytes_written) + self._others_nbytes[OPCODE_WRITE]
+
+    def _begin_day(self, written_nbytes: int) -> None:
+        """written_nbytes: up to its midnight."""
+        self._day, self._before_day_nbytes = self._today(), written_nbytes
+
+    def _today(self) -> int:
+        """The day of UTC, which begins at midnight: 86,400 s are 1,350 times 64 s."""
+        return self.now_64s() // 1350
+
     @releases_lock
     def stats(self) -> dict[str, Any]:
         """See ObjectStore.stats."""
         engine = self.engine.stats()
         with self.lock:
+            written_nbytes = self._written_nbytes()
+            read_nbytes = int(engine.bytes_read) + self._others_nbytes[OPCODE_READ]
+            if self._today() != self._day:
+                self._begin_day(written_nbytes)
+            today_nbytes = written_nbytes - self._before_day_nbytes
             counts = {state.name.lower(): n for state, n in self.index.counts().items()}
             counters = dict(vars(self.counters))
             busy = int(np.count_nonzero(self.index.busy()))
@@ -269,9 +302,10 @@ class Core(InFlight):
             "busy_objects": busy,
             "pinned_objects": self.lookup_pins.reserved,
             "mean_run_length": counters["loaded"] / runs if runs else 0.0,
-            "bytes_read": int(engine.bytes_read),
-            "bytes_written": int(engine.bytes_written),
-            "bytes_written_per_byte_stored": engine.bytes_written / payload if payload else 0.0,
+            "bytes_read": read_nbytes,
+            "bytes_written": written_nbytes,
+            "written_today_nbytes": today_nbytes,
+            "bytes_written_per_byte_stored": written_nbytes / payload if payload else 0.0,
             "commands": int(engine.commands),
             "request_nbytes_max": self.engine.controller.request_nbytes_max,
             "jobs": int(engine.jobs),

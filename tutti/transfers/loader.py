@@ -176,6 +176,7 @@ class Loader:
     def moved_elsewhere(self, plan: LoadPlan, status: U32, begun_s: float) -> None:
         """All pages of a load that was planned have this status (n,) now."""
         core, n = self._core, plan.slots.size
+        core.moved_elsewhere(OPCODE_READ, int(np.count_nonzero(status == 0)))
         progress = LoadProgress(n, core.layers, core.guard, core.load_latency, begun_s)
         self.settle(_Settle(self, progress, plan), status)
 
@@ -267,6 +268,8 @@ class Loader:
             for read in reads:
                 read.release(self._table)
             raise
+        if core.is_remote(batch.memory):
+            core.moved_elsewhere(OPCODE_READ, rows.size)
         loaded = LoadPart(job, rows, whole)
         progress.parts.append(loaded)
         if digests is None or not unknown.size:

@@ -20,6 +20,7 @@ from tutti.errors import DeviceTimeout, PoolMoved, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
+    OPCODE_WRITE,
     STATUS_CANCELLED,
     STATUS_MEMBER_MOVED,
     STATUS_TIMED_OUT,
@@ -167,6 +168,7 @@ class Writer:
         over: called when the outcome of every key is known.
         """
         core, chain = self._core, put.chain
+        core.moved_elsewhere(OPCODE_WRITE, int(np.count_nonzero(status == 0)))
         keys, rows = chain.keys, chain.rows
         # Which pages these are, and of which memory, only the other process knows.
         request = PutRequest(keys, chain.parents, chain.depths, chain.depths, _NOWHERE)
@@ -187,8 +189,7 @@ class Writer:
             is_ready = self._quick.end(put)
             if is_ready:
                 together.tell_all(Outcome.STORED)
-                core.counters.stored += n
-                core.counters.payload_written_nbytes += n * core.object_nbytes
+                core.count_stored(n)
                 self._end_batch(put.block)
             else:
                 core.in_flight += 1  # see _finish
@@ -452,9 +453,7 @@ class Writer:
             if batch.digests is not None:
                 core.digests.put(batch.slots, batch.sequences, batch.digests)
             batch.together.tell(batch.rows, Outcome.STORED)
-            core.counters.stored += batch.rows.size
-            payload = core.geometry.slice_nbytes * core.layers
-            core.counters.payload_written_nbytes += batch.rows.size * payload
+            core.count_stored(batch.rows.size)
         self._finish(batch)
 
     def _cancel(self, batch: _Batch) -> None:
