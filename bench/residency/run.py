@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moving",
         nargs="*",
         choices=moving.COURSES,
-        help="measure under a memory limit that changes in steps or slowly (default: both)",
+        help="measure under a memory limit that changes each half second, slowly, or in steps of "
+        "four seconds (default: all)",
     )
     parser.add_argument("--seconds", type=positive, default=10, help="seconds per changing limit")
     parser.add_argument(
@@ -128,7 +129,6 @@ def _run_moving(
     args: argparse.Namespace, cell: dict[str, Any], progress: ProgressFactory
 ) -> dict[str, Any]:
     """Every configuration in turn, round after round, each time another first."""
-    cell = {**cell, "seconds": args.seconds}
     cells = []
     courses = itertools.product(args.moving or moving.COURSES, range(args.rounds))
     runs = [
@@ -138,7 +138,8 @@ def _run_moving(
     ]
     with progress("residency", len(runs)) as bar:
         for course, _, configuration in runs:
-            given = {**cell, "course": course}
+            seconds = moving.seconds_of(course, args.seconds)
+            given = {**cell, "course": course, "seconds": seconds}
             cells.append(_run_cell(given, configuration, moving.HIGH, pretend=args.pretend))
             bar.advance(1)
     result = {

@@ -115,15 +115,21 @@ def test_a_moving_limit_by_the_command(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(row["gb_per_s"] > 0 for row in rows.values())
     assert rows["static"]["switches"] == rows["direct only"]["switches"] == 0
     assert ("NOT REACHED" in printed) is not rows["dynamic"]["reached"]
+    stayed = not rows["dynamic"]["switches"]
+    assert ("without a switch: the plan of the opening stayed" in printed) is stayed
 
 
-def test_the_monitor_follows_a_pretended_ramp(cell: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("course", ["ramp", "steps"])
+def test_the_monitor_follows_a_pretended_limit(
+    cell: dict[str, Any], tmp_path: Path, course: str
+) -> None:
     folder = tmp_path / "limit"
     folder.mkdir()
-    more = {"course": "ramp", "limit_file": str(folder), "working_set_nbytes": 12 * MiB}
-    found = measure({**cell, **more, "configuration": "dynamic", "seconds": 6})
-    assert 0 < found["switches"] <= moving.switches_max(found["groups"], 6)
-    assert found["points"][-1][0] >= 6 and found["wrong"] == 0
+    more = {"course": course, "limit_file": str(folder), "working_set_nbytes": 12 * MiB}
+    seconds = moving.seconds_of(course, 6)
+    found = measure({**cell, **more, "configuration": "dynamic", "seconds": seconds})
+    assert 0 < found["switches"] <= moving.switches_max(found["groups"], seconds)
+    assert found["points"][-1][0] >= seconds and found["wrong"] == 0
 
 
 def moved(speed: Callable[[float], float]) -> list[list[float]]:
@@ -180,6 +186,8 @@ def test_no_configuration_is_always_last() -> None:
 def test_the_courses() -> None:
     assert [moving.swing(s, 9) for s in (0.0, 0.4, 0.6, 1.1, 1.9)] == [0.2, 0.2, 1.0, 0.2, 1.0]
     assert [moving.ramp(s, 8) for s in (0, 2, 4, 6, 8)] == pytest.approx([0.2, 0.6, 1, 0.6, 0.2])
+    assert [moving.steps(s, 12) for s in (0.0, 3.9, 4.0, 7.9, 8.0)] == [0.2, 0.2, 1.0, 1.0, 0.2]
+    assert [moving.seconds_of(course, 5) for course in moving.COURSES] == [5, 5, 12]
 
 
 def allocate_and_check(path: Path) -> None:
