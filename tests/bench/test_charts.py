@@ -1,14 +1,18 @@
-"""Bars that need no package: in a terminal, as SVG, and the picture of the README."""
+"""Bars that need no package, the picture of the README, and pictures by matplotlib."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tutti.bench import summary
 from tutti.bench.charts import Bars, bars_svg, bars_text
+from tutti.bench.plots import COLOURS, plot_compare, plot_paths
 
 ROOT = Path(__file__).parents[2]
 CHARTS = [Bars("load, GB/s", [("ours", 2.0), ("theirs <&>", 1.0)]), Bars("none", [("x", 0.0)])]
@@ -39,3 +43,26 @@ def test_the_readmes_picture_is_drawn_from_the_result(tmp_path: Path) -> None:
     assert (ROOT / "bench/results/peers.svg").read_text() == drawn
     commit = json.loads((results / "peers.json").read_text())["machine"]["commit"]
     assert f"(measured, commit {commit})" in drawn
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    interval = {"median": 1.1, "low": 1.0, "high": 1.2}
+    cell = {"a": {"name": "x"}, "b": {"name": "y"}, "speed_ratio": interval}
+    cells = {"one": cell, "two": {**cell, "noise": {"speed_ratio": interval}}, "three": {}}
+    assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
+    assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
+    both = [{"path": path, "block_nbytes": n} for path in ("a", "b") for n in (4096, 65536)]
+    measured = {"direction": "read", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
+    assert plot_paths({"rows": [one | measured for one in both]}, tmp_path / "paths.svg")
+    drawn = set(re.findall(r"stroke: (#\w{6})", (tmp_path / "paths.svg").read_text()))
+    assert drawn >= {colour.lower() for colour in COLOURS[:2]} and "#1f77b4" not in drawn
+
+
+def test_without_matplotlib_there_is_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    cells = {"one": {"speed_ratio": {"median": 1.0, "low": 0.9, "high": 1.1}}}
+    assert not plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")

@@ -1,4 +1,4 @@
-"""Paired rounds, fio's output, pictures, and what a result says of its machine."""
+"""Paired rounds, fio's output, and what a result says of its machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
 from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import CHANGED, DEPENDS, UNKNOWN, depends, has_history, why_stale
-from tutti.bench.plots import COLOURS, plot_compare, plot_paths
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
 from tutti.errors import ConfigError, MediumError, Unsupported
@@ -237,29 +236,6 @@ def test_a_result_names_neither_the_machine_nor_its_paths(tmp_path: Path) -> Non
     assert str(Path.cwd()) not in text
     assert {"cpu", "kernel", "filesystem", "disk", "commit"} <= describe(tmp_path).keys()
     assert command_line(["/usr/bin/x", "--dir", os.sep + "a/b", "n=1"]) == "x --dir b n=1"
-
-
-def test_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    interval = {"median": 1.1, "low": 1.0, "high": 1.2}
-    cell = {"a": {"name": "x"}, "b": {"name": "y"}, "speed_ratio": interval}
-    cells = {"one": cell, "two": {**cell, "noise": {"speed_ratio": interval}}, "three": {}}
-    assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
-    assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
-    assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
-    both = [{"path": path, "block_nbytes": n} for path in ("a", "b") for n in (4096, 65536)]
-    measured = {"direction": "read", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
-    assert plot_paths({"rows": [one | measured for one in both]}, tmp_path / "paths.svg")
-    drawn = set(re.findall(r"stroke: (#\w{6})", (tmp_path / "paths.svg").read_text()))
-    assert drawn >= {colour.lower() for colour in COLOURS[:2]} and "#1f77b4" not in drawn
-
-
-def test_without_matplotlib_there_is_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    cells = {"one": {"speed_ratio": {"median": 1.0, "low": 0.9, "high": 1.1}}}
-    assert not plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
 
 
 @pytest.mark.parametrize("page", pages_of(RESULTS_PAGE), ids=lambda page: page.stem)
