@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import pytest
@@ -28,7 +29,7 @@ from tutti.scheduler.event import (
     from_json,
     to_json,
 )
-from tutti.scheduler.loads_and_writes import LoadKind, PageLocation, Phase
+from tutti.scheduler.loads_and_writes import Load, LoadKind, PageLocation, Phase
 from tutti.scheduler.policy import SlackPolicy
 from tutti.scheduler.state import State
 from tutti.scheduler.state_changes import apply, commit
@@ -134,9 +135,13 @@ def check_sums(state: State) -> None:
         assert space.source == sum(w.pages for w in held if w.place is PageLocation.SOURCE)
         assert space.copying == sum(w.pages for w in held if w.place is PageLocation.COPYING)
         assert space.staged == sum(w.pages for w in held if w.place is not PageLocation.SOURCE)
-    ahead = [load for load in loads if not load.running]
+    ahead = [load for load in loads if not (load.running or load.background)]
     assert state.read_ahead_nbytes == sum(x.issued * x.ahead_nbytes for x in ahead)
     assert state.waiting_pages == sum(w.pages - w.issued for w in writes)
+    background, loads = split(loads)
+    assert list(state.background.values()) == [x for x in background if x.issued < x.layers]
+    assert state.background_ns == sum((x.issued - x.ready) * x.read_ns for x in background)
+    assert not any(x.running or x.ahead_nbytes for x in background)
     assert state.reading.flying == sum(x.issued - x.ready for x in loads)
     assert state.writing.flying == sum(w.issued - w.written for w in writes)
     assert state.reading.flying_ns == sum((x.issued - x.ready) * x.read_ns for x in loads)
@@ -147,6 +152,12 @@ def check_sums(state: State) -> None:
     assert {*state.running} == {x.name for x in loads if x.running and x.ready < x.layers}
     may_go = [w for w in writes if w.issued < w.pages and w.place is not PageLocation.COPYING]
     assert list(state.unwritten.values()) == may_go
+
+
+def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
+    """(those of the background, others)"""
+    found = list(loads)
+    return [x for x in found if x.background], [x for x in found if not x.background]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from scheduler.drive import Drive, Linear
 
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.event import LoadKnown, StepBegan, StepEnded, WriteKnown
+from tutti.scheduler.event import BatchJoined, LoadKnown, StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.loads_and_writes import LoadKind, PageLocation, Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, State
@@ -20,6 +20,7 @@ from tutti.scheduler.trace import replay
 MS = 1_000_000
 MB = 1_000_000
 POLICIES: tuple[Any, ...] = (SlackPolicy, ImmediatePolicy, FixedWindow)
+KINDS = (LoadKind.READ_AHEAD, LoadKind.READ_AHEAD, LoadKind.LOAD, LoadKind.BACKGROUND)
 
 times = st.integers(0, 400).map(lambda ms: ms * MS)
 loads = st.tuples(times, st.integers(1, 12), st.integers(1, 40), st.integers(1, 4), st.booleans())
@@ -51,7 +52,7 @@ limits_of = st.builds(
 def feed(drive: Drive, work: Any) -> None:
     """Loads that begin a step when they come, or are read ahead and never used; and writes."""
     for number, (at_ns, layers, mb, unit, used) in enumerate(work[0]):
-        name, kind = f"r{number}", LoadKind.LOAD if number % 3 == 2 else LoadKind.READ_AHEAD
+        name, kind = f"r{number}", KINDS[number % len(KINDS)]
         drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit, kind=kind))
         if used:
             drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))
@@ -143,7 +144,7 @@ def startable(state: State, limits: Limits) -> list[str]:
     budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
     found, blocked = [], False
     for load in state.loads.values():
-        if load.issued == load.layers:
+        if load.issued == load.layers or load.background:
             continue
         fits = load.unit_nbytes <= budget
         if load.running or not load.ahead_nbytes or (fits and not blocked):
@@ -151,6 +152,52 @@ def startable(state: State, limits: Limits) -> list[str]:
         elif load.unit_nbytes <= limits.read_ahead_nbytes:
             blocked = True
     return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(works, st.integers(0, 3), truths, limits_of)
+def test_the_background_is_read_where_nothing_else_is_to_do(
+    work: Any, number: int, truth: Linear, limits: Limits
+) -> None:
+    """It does not count as read-ahead, goes last and in order, and is read in the end."""
+    drive = Drive(SlackPolicy(limits), truth, truth)
+    feed(drive, work)
+    for more in range(number):
+        known = LoadKnown(more * 50 * MS, f"b{more}", 4, 8 * MB, 0, 0, kind=LoadKind.BACKGROUND)
+        drive.at(known)
+    drive.run()
+    window_ns = round(limits.read_window_us * 1000)
+    for state, decision in drive.decisions:
+        for read in decision.reads:
+            load = state.loads[read.name]
+            if load.background:
+                assert decision.reads == (read,)
+                assert load is next(iter(state.background.values()))
+                assert not (startable(state, limits) or state.unwritten or decision.writes)
+                assert not (state.reading.flying or state.writing.flying)
+                unit_ns = load.unit_layers * load.read_ns * state.estimates.read.factor
+                assert (
+                    read.count * load.read_ns * state.estimates.read.factor <= window_ns + unit_ns
+                )
+        if state.background and not (state.loads.keys() - state.background.keys() or state.writes):
+            assert decision.reads or state.background_ns
+    assert not drive.state.background and not drive.state.background_ns
+    assert all(drive.state.loads[f"b{more}"].ready == 4 for more in range(number))
+
+
+@settings(deadline=None, max_examples=40)
+@given(works, truths, limits_of)
+def test_what_waits_for_the_background_makes_it_a_load(
+    work: Any, truth: Linear, limits: Limits
+) -> None:
+    drive = Drive(SlackPolicy(limits), truth, truth)
+    feed(drive, work)
+    drive.at(LoadKnown(50 * MS, "b", 40, 8 * MB, 0, 0, batch="b", kind=LoadKind.BACKGROUND))
+    drive.at(BatchJoined(51 * MS, "b", "b"))
+    drive.run()
+    at_once = [state for state, _ in drive.decisions if state.now_ns > 51 * MS]
+    assert not any(state.loads["b"].background for state in at_once if "b" in state.loads)
+    assert drive.state.loads["b"].ready == 40
 
 
 @settings(deadline=None, max_examples=40)

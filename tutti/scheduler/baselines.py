@@ -31,7 +31,7 @@ def all_reads(state: State, limits: Limits) -> tuple[Issue, ...]:
     """Every load in full, in order of arrival, read-ahead within its budget."""
     issues = [
         Issue(load.name, load.issued, load.layers - load.issued)
-        for load in state.running.values()
+        for load in (*state.running.values(), *state.background.values())
         if load.issued < load.layers
     ]
     budget = max(0, limits.read_ahead_nbytes - state.read_ahead_nbytes)

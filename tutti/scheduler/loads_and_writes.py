@@ -45,11 +45,13 @@ class Phase(Enum):
 class LoadKind(Enum):
     """The class of a load.
 
-    READ_AHEAD goes into staging, for a request that still waits; a LOAD's pages are there.
+    READ_AHEAD goes into staging, for a request that still waits.  The pages of the others are
+    there; nothing waits for BACKGROUND: proofs, copies to a remote store.
     """
 
     LOAD = "load"
     READ_AHEAD = "read_ahead"
+    BACKGROUND = "background"
 
 
 #: One in so many layers of what flies of a load has not arrived when the scheduler is told.
@@ -88,7 +90,8 @@ class Load:
     tokens, prefix_tokens: of the prefill that will use it.  running: its step has begun; else it
     may be read ahead.  batch: by which a step may call for it; empty for none.
     read_ns, compute_ns: of one layer, by the profile.  ahead_nbytes: staging for each layer that is
-    issued before the step begins; 0 where the pages are there.
+    issued before the step begins; 0 where the pages are there.  background: see LoadKind; not once
+    something waits for it.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Load:
     read_ns: int
     compute_ns: int
     ahead_nbytes: int
+    background: bool = False
     issued: int = 0
     ready: int = 0
     running: bool = False

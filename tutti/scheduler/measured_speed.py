@@ -30,7 +30,8 @@ def end(
     enough.  correction: of its speed.
 
     Transfers that flew together may end at nearly the same time: those that end right after a
-    measurement moved during it, and tell nothing.  The interference is learnt from reads alone: a
+    measurement moved during it, and tell nothing; nor do those that share the drive with reads of
+    the background, which are not in the pipe.  The interference is learnt from reads alone: a
     write beside reads is also slow because they are served first.
     """
     now_ns = state.now_ns
@@ -44,7 +45,7 @@ def end(
     if took_ns < _MEASURED_NS and pipe.flying:
         return
     both_ns = state.both_ns - pipe.both_ns
-    tells = took_ns >= _MEASURED_NS or pipe.from_idle
+    tells = (took_ns >= _MEASURED_NS or pipe.from_idle) and not state.background_ns
     if tells and not both_ns:
         measured(state, correction, pipe.done_ns, took_ns)
     elif tells and pipe is state.reading and both_ns >= _BOTH_SHARE * took_ns:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tutti.errors import ConfigError
 from tutti.scheduler.event import LoadKnown, WriteKnown
 from tutti.scheduler.loads_and_writes import Load, PageLocation, Phase, Write
-from tutti.scheduler.read_order import ReadOrder
+from tutti.scheduler.read_order import ReadOrder, background, fill
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 from tutti.scheduler.write_order import first_write, writes_for
 
@@ -91,7 +91,8 @@ class SlackPolicy:
     * Reads: the layer that is needed first goes first, in windows of layers.  A load's deadline
       lies at most ``read_patience_us`` after its arrival, so a load that may be issued (its step
       began, or it fits into the read-ahead budget behind the more urgent ones) is overtaken only
-      by loads that came at most that much later.
+      by loads that came at most that much later.  Loads of the background go where nothing else
+      waits or flies, and may wait for long: a store reads them after a time-out all the same.
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go together with reads.
     * Pressure: the more pages wait, the more of the device's time writes get without slack.
@@ -136,6 +137,8 @@ class SlackPolicy:
             plan = Decision(stops=tuple(state.running_on))
         elif not state.unwritten:
             plan = self._without_writes(state) if has_loads else NOTHING
+            if plan is NOTHING:
+                plan = background(state, self._window_ns)
         elif has_loads:
             plan = self._with_writes(state, gone)
         else:
@@ -353,7 +356,7 @@ class SlackPolicy:
             if only is None:
                 return ()
             if only.running or not only.ahead_nbytes:
-                return (Issue(only.name, only.issued, only.in_units(_fill(only, room_ns, factor))),)
+                return (Issue(only.name, only.issued, only.in_units(fill(only, room_ns, factor))),)
         if len(unissued) <= 1:
             first = self._urgent(state, room_ns)
             if first is not None:
@@ -422,7 +425,7 @@ class SlackPolicy:
             if due_ns >= latest_ns or one.arrived_ns >= latest_ns:
                 return None
             load = one
-        layers = _fill(load, room_ns, state.estimates.read.factor)
+        layers = fill(load, room_ns, state.estimates.read.factor)
         if layers > load.layers - load.issued:
             return None
         count = load.in_units(layers)
@@ -432,14 +435,6 @@ class SlackPolicy:
         ):
             return None
         return Issue(load.name, load.issued, count)
-
-
-def _fill(load: Load, room_ns: float, factor: float) -> int:
-    """Layers of a load that take so long; one at least."""
-    one_ns = load.read_ns * factor
-    if one_ns < 1.0:
-        one_ns = 1.0
-    return math.ceil(room_ns / one_ns) if room_ns > one_ns else 1
 
 
 def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:

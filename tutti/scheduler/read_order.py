@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from tutti.scheduler.loads_and_writes import Load
-from tutti.scheduler.state import Issue, State
+from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 
 class ReadOrder:
@@ -67,3 +69,27 @@ class ReadOrder:
                 return
             if nbytes <= self._whole:
                 self._left = 0
+
+
+def fill(load: Load, room_ns: float, factor: float) -> int:
+    """Layers of a load that take so long; one at least."""
+    one_ns = load.read_ns * factor
+    if one_ns < 1.0:
+        one_ns = 1.0
+    return math.ceil(room_ns / one_ns) if room_ns > one_ns else 1
+
+
+def background(state: State, window_ns: int) -> Decision:
+    """Reads of the background, where no other load may be issued and no write waits, or flies.
+
+    What comes meanwhile does not wait for them: they are in no pipe, and the engine issues their
+    commands after all others.
+    """
+    factor = state.estimates.read.factor
+    room_ns = window_ns - state.background_ns * factor
+    busy = state.reading.flying or state.writing.flying or room_ns <= 0
+    if busy or not state.background:
+        return NOTHING
+    load = next(iter(state.background.values()))
+    layers = load.in_units(fill(load, room_ns, factor))
+    return Decision((Issue(load.name, load.issued, layers),))

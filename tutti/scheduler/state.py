@@ -127,9 +127,10 @@ class State:
 
     loads, writes: all of them, by name.  running: loads that the running step needs and that have
     not all arrived; unissued: those of them that are not all issued.  unread: loads to read ahead
-    that are not all issued; ahead_ns: compute time of those that are, by the profile.  unwritten:
-    writes that may be issued.  running_on: writes that were issued while no load waited, and can be
-    stopped.
+    that are not all issued; ahead_ns: compute time of those that are, by the profile.  background:
+    loads of that kind that are not all issued; background_ns: what the profile expects for what
+    flies of them, which is not in ``reading``: it yields.  unwritten: writes that may be issued.
+    running_on: writes that were issued while no load waited, and can be stopped.
     waiting_pages: of all writes, not issued.
     spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
@@ -147,6 +148,8 @@ class State:
         self.unissued: dict[str, Load] = {}
         self.unread: dict[str, Load] = {}
         self.ahead_ns = 0
+        self.background: dict[str, Load] = {}
+        self.background_ns = 0
         self.writes: dict[str, Write] = {}
         self.unwritten: dict[str, Write] = {}
         self.running_on: dict[str, Write] = {}
@@ -163,7 +166,7 @@ class State:
     @property
     def waits(self) -> bool:
         """Whether something may be issued, or stopped: policies are asked only then."""
-        if self.unwritten or self.unissued or self.unread:
+        if self.unwritten or self.unissued or self.unread or self.background:
             return True
         return bool(self.running_on and self.running)
 

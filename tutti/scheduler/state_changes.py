@@ -143,8 +143,13 @@ def _into_order(queue: dict[str, _Entry], entry: _Entry) -> None:
 
 def _issue_read(state: State, issue: Issue) -> None:
     load = state.loads[issue.name]
-    begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
     load.issued += issue.count
+    if load.background:
+        state.background_ns += issue.count * load.read_ns
+        if load.issued == load.layers:
+            del state.background[load.name]
+        return
+    begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
     if not load.running:
         state.read_ahead_nbytes += issue.count * load.ahead_nbytes
     if load.issued == load.layers:
@@ -191,13 +196,14 @@ def _load_known(state: State, event: LoadKnown) -> None:
         estimates.read_base_ns(layers * event.layer_nbytes, layers),
         estimates.layer_base_ns(event.tokens, event.prefix_tokens),
         event.layer_nbytes if event.kind is LoadKind.READ_AHEAD else 0,
+        event.kind is LoadKind.BACKGROUND,
     )
     state.numbers += 1
     if state.step.loads and load.is_for(state.step.loads):
-        load.running = True
+        load.running, load.background = True, False
         state.running[event.name] = state.unissued[event.name] = load
     else:
-        state.unread[event.name] = load
+        (state.background if load.background else state.unread)[event.name] = load
     if event.at_once:
         _issue_read(state, Issue(event.name, 0, layers))
 
@@ -214,8 +220,12 @@ def _load_gone(state: State, event: LoadGone) -> None:
 
 def _forget_load(state: State, load: Load) -> None:
     flying = load.issued - load.ready
-    given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
     del state.loads[load.name]
+    if load.background:
+        state.background.pop(load.name, None)
+        state.background_ns -= flying * load.read_ns
+        return
+    given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
     if load.running:
         state.running.pop(load.name, None)
         state.unissued.pop(load.name, None)
@@ -234,12 +244,30 @@ def _batch_joined(state: State, event: BatchJoined) -> None:
     for load in state.loads.values():
         if load.batch and load.batch == event.batch:
             load.batch = event.into
+            if load.background:
+                _wanted(state, load)
             if not load.running and load.is_for(state.step.loads):
                 _needed_now(state, load)
 
 
+def _wanted(state: State, load: Load) -> None:
+    """Something waits for a load of the background."""
+    flying = load.issued - load.ready
+    load.background = False
+    state.background.pop(load.name, None)
+    state.background_ns -= flying * load.read_ns
+    if flying:
+        begin(state, state.reading, state.writing, flying, flying * load.read_ns)
+    if load.issued < load.layers:
+        _into_order(state.unread, load)
+    else:
+        state.ahead_ns += load.layers * load.compute_ns
+
+
 def _needed_now(state: State, load: Load) -> None:
     """The running step needs a load."""
+    if load.background:
+        _wanted(state, load)
     _not_ahead(state, load)
     load.running = True
     if load.ready < load.layers:
@@ -256,6 +284,9 @@ def _layers_ready(state: State, event: LayersReady | LoadGone) -> None:
     layers = event.layers - load.ready
     load.ready = event.layers
     state.totals.read_nbytes += layers * load.layer_nbytes
+    if load.background:  # its speed tells nothing, as it yields
+        state.background_ns -= layers * load.read_ns
+        return
     correction = state.estimates.read
     end(state, state.reading, state.writing, correction, layers, layers * load.read_ns)
     if load.running and load.ready == load.layers:

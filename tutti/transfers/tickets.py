@@ -239,6 +239,7 @@ class LoadTicket(Owned):
         self._check_layer(layer)
         progress = self._progress
         deadline_s = time.monotonic() + timeout_s
+        progress.wanted()
         for part in progress.parts:
             needed = progress.layers if part.whole else layer + 1
             if not part.job.wait_layers(needed, _left_s(deadline_s)):
@@ -301,6 +302,7 @@ class LoadProgress:
 
     begun_s: monotonic; now unless it is given.
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
+    on_wanted: of a load of the background, until something waits for it.
     """
 
     def __init__(
@@ -321,6 +323,13 @@ class LoadProgress:
         self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
+        self.on_wanted: Callable[[], None] | None = None
+
+    def wanted(self) -> None:
+        """Something waits for a layer now: calls ``on_wanted`` once."""
+        on_wanted, self.on_wanted = self.on_wanted, None
+        if on_wanted is not None and not self.is_done():
+            on_wanted()
 
     def is_done(self) -> bool:
         """Whether every layer is ready or has failed."""

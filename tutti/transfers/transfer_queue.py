@@ -18,6 +18,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from tutti.errors import TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
+    BatchJoined,
     LayersReady,
     LoadGone,
     LoadKnown,
@@ -39,11 +41,11 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.loads_and_writes import report_at
+from tutti.scheduler.loads_and_writes import LoadKind, report_at
 from tutti.scheduler.state import Issue
 from tutti.transfers.in_flight import InFlight
 from tutti.transfers.loader import QueuedLoad
-from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
+from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
@@ -51,13 +53,12 @@ COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of it
 LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
-_Given = tuple[npt.NDArray[np.uint8], Any, PagedMemory, bool]  # of a load, see Loader.load
 
 
 class TransferQueue(Owned):
-    """Stands before the writer and the loader of one pool, and carries out decisions.
+    """Stands before the writer and the loader of one pool; see scheduler.dispatcher.TransferIssuer.
 
-    schedule: None starts everything at once.  See scheduler.dispatcher.TransferIssuer.
+    schedule: None starts everything at once.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class TransferQueue(Owned):
             self.dispatcher = Dispatcher.join(schedule, core.guard)
             self._prefix = self.dispatcher.attach(self)
         start_thread(self._starter, give_up=self._leave)
-        writer.batch_ended = self._batch_ended
+        writer.batch_ended = lambda: self._wake.release() if self._held else None
 
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
@@ -110,9 +111,8 @@ class TransferQueue(Owned):
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
-                        put.name, put.rows, now = self._new_name(), now, NO_ROWS
-                        if count < absent.size:
-                            put.rows, now = np.flatnonzero(absent), np.flatnonzero(~absent)
+                        put.name = f"{self._prefix}{next(self._numbers)}"
+                        put.rows, now = np.flatnonzero(absent), np.flatnonzero(~absent)
                         put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
@@ -120,20 +120,20 @@ class TransferQueue(Owned):
             if error is not None:
                 raise error
             return progress
-        self._post_put(dispatcher, put, put.open)
+        self._post_put(dispatcher, put)
         return progress
 
-    def _post_put(self, dispatcher: Dispatcher, put: QueuedPut, parts: OpenParts | None) -> None:
+    def _post_put(self, dispatcher: Dispatcher, put: QueuedPut) -> None:
         nbytes = self._core.geometry.slice_nbytes * self._core.layers
         known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
-        if parts is not None:
+        if put.open is not None:
             known.can_stop = True
             known.unit_pages = -(-self._part_rows(put) // self._core.layers)
         over = self._over()
         with self._lock:  # a close at the same time must not release it first
             if put.is_free:
                 return
-            is_alone = parts is None and dispatcher.alone(known, over)
+            is_alone = not known.can_stop and dispatcher.alone(known, over)
             if not is_alone:
                 dispatcher.add(known)
         if is_alone:
@@ -161,47 +161,55 @@ class TransferQueue(Owned):
         memory: PagedMemory,
         batch: str,
         ahead: bool,
+        admit: bool = True,
     ) -> LoadProgress:
-        """Starts a load, whose layers are read in their turn; see ObjectStore.load."""
+        """Starts a load, whose layers are read in their turn; see ObjectStore.load, Loader.load."""
         core, dispatcher = self._core, self.dispatcher
         if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
-            return self._loader.load(keys, pages, memory, admit=True, ahead=ahead)
-        load, at_ns = QueuedLoad(self._new_name(), core.layers), dispatcher.now_ns()
+            return self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
+        name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
+        load = QueuedLoad(name, core.layers)
         nbytes = core.geometry.slice_nbytes * len(keys)
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
             load.due, known.unit_layers = threading.Event(), load.layers
+        elif ahead:
+            known.kind, known.batch = LoadKind.BACKGROUND, batch or load.name
         # What waits for a clear first would teach the profile a wrong speed.
         is_alone = core.ready and dispatcher.alone(known, self._over())
         try:
             if is_alone:
                 load.granted = load.layers
-                progress = self._loader.load(keys, pages, memory, admit=True, ahead=ahead)
+                progress = self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
                 self._alone = load.name, progress
             else:
-                progress = self._load_in_turn(dispatcher, load, known, (keys, pages, memory, ahead))
+                with core.admitted(core.config.timeout_s) if admit else nullcontext():
+                    given = keys, pages, memory, ahead
+                    progress = self._load_in_turn(dispatcher, load, known, given)
         except BaseException:
             self._gone(dispatcher, load)
             raise
+        if known.kind is LoadKind.BACKGROUND:
+            joined = BatchJoined(at_ns, known.batch, known.batch)
+            progress.on_wanted = partial(dispatcher.post, joined)
         progress.on_settled(lambda: self._gone(dispatcher, load, ended=True))
         return progress
 
     def _load_in_turn(
-        self, dispatcher: Dispatcher, load: QueuedLoad, known: LoadKnown, given: _Given
+        self, dispatcher: Dispatcher, load: QueuedLoad, known: LoadKnown, given: tuple[Any, ...]
     ) -> LoadProgress:
         timeout_s = self._core.config.timeout_s
-        with self._core.admitted(timeout_s):
-            with self._lock:
-                self._loads[load.name] = load
-                stopping = self._stopping
-            if stopping:
-                self._release_load(load)
-            else:
-                dispatcher.post(known)
-            if load.due is not None:
-                load.due.wait(timeout_s)  # one that is stuck costs time, not service
-            held = load.due is None and load.granted < load.layers
-            progress = self._loader.load(*given[:3], held=held, ahead=given[3])
+        with self._lock:
+            self._loads[load.name] = load
+            stopping = self._stopping
+        if stopping:
+            self._release_load(load)
+        else:
+            dispatcher.post(known)
+        if load.due is not None:
+            load.due.wait(timeout_s)  # one that is stuck costs time, not service
+        held = load.due is None and load.granted < load.layers
+        progress = self._loader.load(*given[:3], held=held, ahead=given[3])
         if held:
             with self._lock:
                 load.progress = progress
@@ -215,10 +223,9 @@ class TransferQueue(Owned):
     def _over(self) -> int:
         """Loads that have ended, as their callers know, and whose end was not added yet."""
         progress = self._alone[1]
-        try:
+        with suppress(TuttiError):  # a lost context of a GPU, which the load's caller is told
             return int(progress is not None and progress.is_done())
-        except TuttiError:  # a lost context of a GPU, which the load's caller is told
-            return 0
+        return 0
 
     def _release_load(self, load: QueuedLoad) -> None:
         """It waits for no more decisions."""
@@ -339,9 +346,6 @@ class TransferQueue(Owned):
                 self._core.counters.dropped += waiting.size
             self._end_rows(put, waiting.size)
 
-    def _new_name(self) -> str:
-        return f"{self._prefix}{next(self._numbers)}"
-
     def _put_now(self, put: QueuedPut, rows: Rows) -> BaseException | None:
         """Starts rows that wait for no decision; returns why that failed."""
         if not put.left:  # no keys at all
@@ -393,10 +397,6 @@ class TransferQueue(Owned):
         while not self._closed:  # bounded by close()
             self._wake.acquire(timeout=_LOOK_S)
             self._start_parts(None)
-
-    def _batch_ended(self) -> None:
-        if self._held:
-            self._wake.release()
 
     def _start_parts(self, most: int | None) -> None:
         """Starts up to ``most`` parts in the order of their decisions, and short ones together; not
