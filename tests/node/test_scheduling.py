@@ -18,7 +18,7 @@ from store.pools import fill, some_keys
 from tutti.errors import ConfigError, KeyMissing, ProfileError
 from tutti.machine import machine_facts
 from tutti.node.client import NodeStore
-from tutti.profiles.at_open import model_of
+from tutti.profiles.at_open import media_of, model_of
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import PagesWritten, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy
@@ -109,7 +109,7 @@ def test_a_client_is_scheduled_by_the_speeds_that_its_agent_found(
             assert (scheduler["written_pages"], scheduler["ignored"]) == (8, 0)
             assert scheduler["read_nbytes"] == 8 * LAYOUT.object_nbytes
             assert store.config.schedule is not None
-            assert store.config.schedule.media == (tmp_path.stat().st_dev,)
+            assert store.config.schedule.media == media_of([str(tmp_path)])[1]
             with tutti.connect(str(socket), LAYOUT) as other:
                 assert other.scheduler is store.scheduler, "the medium has one queue"
     finally:

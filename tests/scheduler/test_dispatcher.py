@@ -223,10 +223,10 @@ def test_many_threads_post() -> None:
 
 
 def test_stores_on_one_medium_share_a_queue() -> None:
-    first, second = (Schedule(PROFILE, media=(7,), source=source) for source in ("a", "b"))
+    first, second = (Schedule(PROFILE, media=("a",), source=source) for source in ("a", "b"))
     guard = Guard()
     one, other = Dispatcher.join(first, guard), Dispatcher.join(second, guard)
-    elsewhere, alone = Dispatcher.join(Schedule(PROFILE, media=(8,)), guard), Schedule(PROFILE)
+    elsewhere, alone = Dispatcher.join(Schedule(PROFILE, media=("b",)), guard), Schedule(PROFILE)
     mine = Dispatcher.join(alone, guard)
     assert one is other
     assert len({id(found) for found in (one, elsewhere, mine)}) == 3
@@ -237,6 +237,26 @@ def test_stores_on_one_medium_share_a_queue() -> None:
     one.leave()
     one.leave()
     fresh = Dispatcher.join(first, guard)
+    assert fresh is not one
+    fresh.leave()
+
+
+def test_stores_with_a_drive_in_common_share_a_queue() -> None:
+    guard = Guard()
+
+    def join(*media: str) -> Dispatcher:
+        return Dispatcher.join(Schedule(PROFILE, media=media), guard)
+
+    one, both, other, elsewhere = join("a"), join("a", "b"), join("b"), join("c")
+    assert one is both is other, "through the store that is on both"
+    assert elsewhere is not one
+    assert join("b", "c") is one, "the older; what began apart stays apart"
+    for dispatcher in (one, one, one, elsewhere):
+        dispatcher.leave()
+    assert join("c") is one, "while one user is left"
+    one.leave()
+    one.leave()
+    fresh = join("c")
     assert fresh is not one
     fresh.leave()
 

@@ -35,6 +35,7 @@ from tutti.pool import member_controller, places, pool_format
 from tutti.pool.block_io import opened_io
 from tutti.pool.places import PlaceKind, check_distinct, place_of
 from tutti.pool.pool_format import erase, label
+from tutti.profiles import at_open
 from tutti.store import ObjectStore
 
 CAPACITY = 24 * MiB
@@ -96,6 +97,76 @@ def test_numa_nodes_come_from_the_nearest_device(
     namespace.mkdir(parents=True)
     (tmp_path / "link").symlink_to(namespace)
     assert places._climb(tmp_path / "link") == 1
+
+
+class Sysfs:
+    """Devices by their numbers, as links to their folders."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        monkeypatch.setattr(places, "_NUMBERS", root / "dev")
+
+    def add(self, number: int, device: str, kind: str = "block", below: str = "") -> None:
+        folder = self._root / "devices" / device
+        (folder / "slaves").mkdir(parents=True, exist_ok=True)
+        if device.rpartition("/")[2] in {"sda1", "sda2", "nvme0n1p1"}:
+            (folder / "partition").touch()
+        if below:
+            (folder / "slaves" / Path(below).name).symlink_to(self._root / "devices" / below)
+        link = self._root / "dev" / kind / f"{os.major(number)}:{os.minor(number)}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sysfs:
+    return Sysfs(tmp_path / "sys", monkeypatch)
+
+
+def test_media_are_the_drives_behind_files_and_devices(sysfs: Sysfs, tmp_path: Path) -> None:
+    here, null = tmp_path.stat().st_dev, os.stat("/dev/null").st_rdev
+    number = f"{os.major(here)}:{os.minor(here)}"
+    file = str(tmp_path / "not" / "yet.tutti")
+    assert places.media_of(file) == {number}, "a file system that sysfs does not know"
+    for device, name in {
+        "pci/sda": "sda",
+        "pci/sda/sda1": "sda",
+        "pci/sda/sda2": "sda",
+        "pci/0000:03:00.0/nvme/nvme0/nvme0n1/nvme0n1p1": "nvme0",
+        "pci/0000:03:00.0/nvme/nvme0/nvme0n2": "nvme0",
+        "virtual/nvme-subsystem/nvme-subsys1/nvme1n1": "nvme-subsys1",
+    }.items():
+        sysfs.add(here, device)
+        assert places.media_of(file) == {name}
+    sysfs.add(here, "virtual/dm-0", below="pci/sda/sda1")
+    sysfs.add(here, "virtual/dm-0", below="pci/0000:03:00.0/nvme/nvme0/nvme0n1/nvme0n1p1")
+    assert places.media_of(file) == {"sda", "nvme0"}, "a volume on two drives"
+    sysfs.add(null, "pci/0000:03:00.0/nvme/nvme0/ng0n1", kind="char")
+    assert places.media_of("/dev/null") == {"nvme0"}, "as the block device of its namespace"
+    assert places.media_of("nvme:0000:04:00.0/ns2") == {"nvme:0000:04:00.0"}
+    assert at_open.media_of([file, "nvme:0000:04:00.0"]) == (
+        [],
+        ("nvme0", "nvme:0000:04:00.0", "sda"),
+    ), "media are known where nothing can be measured"
+
+
+def test_pools_on_partitions_of_one_drive_share_a_queue(
+    sysfs: Sysfs, loop: Loop, tmp_path: Path
+) -> None:
+    """A file and a device, each opened on its own."""
+    device, file = loop(), str(tmp_path / "pool.tutti")
+    for path in (device, file):
+        tutti.format(path, LAYOUT, CAPACITY)
+    with tutti.open(device) as one, tutti.open(file) as other:
+        assert one.scheduler is not other.scheduler
+    sysfs.add(tmp_path.stat().st_dev, "pci/sda/sda1")
+    sysfs.add(os.stat(device).st_rdev, "pci/sda/sda2")
+    with tutti.open(device) as one, tutti.open(file) as other:
+        assert one.scheduler is other.scheduler is not None
+        store_all(one)
+        one._queue.stop(10.0)
+        assert other.stats()["scheduler"]["written_pages"] == len(KEYS)
 
 
 def test_two_names_of_one_place(tmp_path: Path) -> None:

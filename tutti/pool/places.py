@@ -6,6 +6,7 @@ Facts about devices come from sysfs; what it does not report is None.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,9 +16,10 @@ from tutti.base.numa import PCI_DEVICES, node_of
 from tutti.base.units import format_nbytes
 from tutti.errors import CapacityError, MemberSwapped
 from tutti.gio_uring.drives.block_device import device_name
-from tutti.gio_uring.named_drive import NamedDrive, is_drive
+from tutti.gio_uring.named_drive import PREFIX, NamedDrive, is_drive
 
 SUFFIX = ".tutti"
+_NUMBERS = Path("/sys/dev")
 
 
 class PlaceKind(StrEnum):
@@ -57,6 +59,35 @@ def is_device(path: str) -> bool:
         return True
     real = os.path.realpath(path)
     return real.startswith("/dev/") and not real.startswith("/dev/shm/")
+
+
+def media_of(path: str) -> set[str]:
+    """Names of the drives that have a place, the same in all processes of a machine.
+
+    Partitions and what device mapper makes count as their drives, namespaces of NVMe as their
+    controller.  What sysfs does not know, as a tmpfs, has the number of its file system.
+    """
+    if is_drive(path):
+        return {PREFIX + NamedDrive.parse(path).bdf}
+    whole = Path(path).absolute()
+    status = os.stat(next(one for one in (whole, *whole.parents) if one.exists()))
+    is_char = stat.S_ISCHR(status.st_mode)
+    number = status.st_rdev if is_char or stat.S_ISBLK(status.st_mode) else status.st_dev
+    name = f"{os.major(number)}:{os.minor(number)}"
+    return _drives(_NUMBERS / ("char" if is_char else "block") / name) or {name}
+
+
+def _drives(folder: Path) -> set[str]:
+    """Names of what is below a device, by its folder in sysfs; none where there is no folder."""
+    try:
+        device = folder.resolve(strict=True)
+    except OSError:
+        return set()
+    device = device.parent if (device / "partition").exists() else device
+    below = [name for one in device.glob("slaves/*") for name in _drives(one)]
+    # A namespace and its generic device lie in one controller's folder.
+    is_nvme = device.name.startswith(("nvme", "ng"))
+    return set(below) or {device.parent.name if is_nvme else device.name}
 
 
 def exists(path: str) -> bool:

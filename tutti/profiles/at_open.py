@@ -22,6 +22,7 @@ from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, ProfileError, TuttiError
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
+from tutti.pool import places
 from tutti.pool.places import is_device
 from tutti.profiles.cache import CachedSpeeds
 from tutti.profiles.medium_timing import Medium
@@ -65,13 +66,13 @@ class _TooSlow(Exception):
 class Speeds(NamedTuple):
     """Speeds of media, for a process that cannot measure them.
 
-    io: of a profile's document.  source: see CACHE.  media: numbers of the devices.  facts: what
+    io: of a profile's document.  source: see CACHE.  media: names of the drives.  facts: what
     machine_facts says of the first of them.
     """
 
     io: Mapping[str, Any]
     source: str
-    media: Sequence[int]
+    media: Sequence[str]
     facts: Mapping[str, Any]
 
 
@@ -158,17 +159,18 @@ def find_schedule(
     return Schedule(profile, limits, source=source, media=media)
 
 
-def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[int, ...]]:
+def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
     """A folder on each medium that has members, or will have them, and their Schedule.media.
 
-    None where one is a drive or a device, which has no folder.
+    No folder where one is a drive or a device, which has none.
     """
-    media: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for member in () if any(map(is_device, members)) else members:
         whole = Path(member).absolute()
         folder = next(one for one in (whole, *whole.parents) if one.is_dir())
-        media.setdefault(os.stat(folder).st_dev, folder)
-    return list(media.values()), tuple(sorted(media))
+        folders.setdefault(os.stat(folder).st_dev, folder)
+    media = {name for member in members for name in places.media_of(member)}
+    return list(folders.values()), tuple(sorted(media))
 
 
 def store_limits(profile: Profile, page_nbytes: int) -> Limits:

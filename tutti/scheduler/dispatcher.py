@@ -4,7 +4,7 @@
     prefix = dispatcher.attach(issuer)
     dispatcher.post(WriteKnown(dispatcher.now_ns(), f"{prefix}7", pages=64, page_nbytes=8 << 20))
 
-The stores of a process that are on the same media share one dispatcher, and what it decides on.
+The stores of a process that have a drive in common share one dispatcher, and what it decides on.
 The code that issues their transfers implements `TransferIssuer` and posts their outcome.  The
 dispatcher knows neither the store nor the device.
 """
@@ -79,7 +79,7 @@ TransferIssuer = LoadIssuer | WriteIssuer
 GIVEN = "given"
 _POOL_LIMITS = Limits(staged_pages=0)
 
-_shared: dict[tuple[int, ...], Dispatcher] = {}
+_shared: list[Dispatcher] = []  # in the order in which they began
 _joining = threading.Lock()
 
 
@@ -100,8 +100,10 @@ class Schedule:
     profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
     staged pages.
     policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
-    media: numbers of the devices that have the pool, where they are known.  Pools on the same media
-    share one queue, which goes by the schedule of the first; others share it by their Schedule.
+    media: names of the drives that have the pool, where they are known.  Pools that have a drive in
+    common share one queue, which goes by the schedule of the first; others share it by their
+    Schedule.  Queues that began apart stay so when a pool on the drives of both is opened: it joins
+    the older.
     puts: whether the queue decides on puts of the pool; else they were decided on before.
     """
 
@@ -110,7 +112,7 @@ class Schedule:
     policy: Callable[[Limits], Policy] = SlackPolicy
     record: DecisionHook | None = None
     source: str = GIVEN
-    media: tuple[int, ...] = ()
+    media: tuple[str, ...] = ()
     puts: bool = True
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class Dispatcher(Owned):
         self._issuers = {} if issuer is None else {"": issuer}  # by the prefix of their names
         self._prefixes = itertools.count(1)
         self._users = 0
-        self._key: tuple[int, ...] = ()
+        self._media: frozenset[str] = frozenset()
         self._schedule: Schedule | None = None
         self._clock = clock or SystemClock()
         self._record = record
@@ -161,15 +163,17 @@ class Dispatcher(Owned):
     def join(cls, schedule: Schedule, guard: Guard) -> Dispatcher:
         """The dispatcher of a schedule in this process, which runs until as many ``leave``."""
         with _joining:
-            key = (*schedule.media, 0) if schedule.media else (id(schedule),)
-            found = _shared.get(key)
+            media = frozenset(schedule.media)
+            shared = (one for one in _shared if one._schedule is schedule or one._media & media)
+            found = next(shared, None)
             if found is None:
                 limits, record = schedule.limits, schedule.record
                 policy = schedule.policy(limits)
                 found = cls(policy, schedule.profile, limits=limits, record=record, guard=guard)
-                found._key, found._schedule = key, schedule  # kept, so that its id is
+                found._schedule = schedule
                 found.start()
-                _shared[key] = found
+                _shared.append(found)
+            found._media |= media
             found._users += 1
         return found
 
@@ -179,7 +183,8 @@ class Dispatcher(Owned):
             self._users -= 1
             if self._users > 0:
                 return
-            _shared.pop(self._key, None)
+            if self in _shared:  # not in a forked child
+                _shared.remove(self)
         self.stop()
 
     def attach(self, issuer: TransferIssuer) -> str:
