@@ -22,8 +22,9 @@ from node.agents import running
 import tutti
 from tutti.base.breaker import Breaker
 from tutti.bench.simulate.server_io import policy_of
-from tutti.errors import ConfigError, ProfileError
+from tutti.errors import ConfigError, DeviceTimeout, ProfileError
 from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.direct import backlog as backlog_module
 from tutti.integration.sglang.direct import model_steps as steps_module
 from tutti.integration.sglang.direct.backlog import Backlog, Chains
 from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
@@ -41,6 +42,8 @@ from tutti.scheduler.event import (
     LoadKnown,
     StepBegan,
     StepEnded,
+    WriteKnown,
+    WriteStopped,
     from_json,
 )
 from tutti.scheduler.loads_and_writes import LoadKind, Phase
@@ -381,6 +384,92 @@ def test_a_server_is_served_by_the_policy_that_is_simulated(
     # With no limit the policy answers otherwise: what was read ahead is what it decided.
     unlimited = policy_of(policy, replace(limits[0], read_ahead_nbytes=1 << 40))
     assert list(trace.replay(lines, unlimited, FlatProfile())) != lines
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Event, Decision]]:
+    """What the linker's queue was told and decided, on a machine that writes slowly."""
+    seen: list[tuple[Event, Decision]] = []
+    recorded = partial(Schedule, record=lambda *one: seen.append(one))
+    monkeypatch.setattr("tutti.integration.sglang.direct.open_pools.Schedule", recorded)
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (SlowProfile(), "given"))
+    return seen
+
+
+def held_puts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
+    """Pages of each put of the backlog, which goes on when the event is set."""
+    begun: list[int] = []
+    gate, put = threading.Event(), rig.stored_pool.store.put
+
+    def held(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.append(len(keys))
+        gate.wait(WAIT_S)
+        return put(keys, *args, **kwargs)
+
+    monkeypatch.setattr(rig.stored_pool.store, "put", held)
+    return begun, gate
+
+
+def test_a_long_offload_stops_for_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decided: list[tuple[Event, Decision]]
+) -> None:
+    """It was issued whole.  What the load finds begun is one batch; the rest comes behind it."""
+    monkeypatch.setattr(backlog_module, "_BATCH_NBYTES", 4 * 3 * 2 * 4096)
+    with Rig(tmp_path, backlog_share=1.0, recompute_us_per_token=1e6, read_ahead_share=0.0) as rig:
+        rig.fill(23)
+        want = rig.content(range(44))
+        assert rig.store(names(4), range(4))
+        begun, gate = held_puts(rig, monkeypatch)
+        assert rig.offload(names(40, "long"), range(4, 44))
+        assert rig.offload(names(4, "last"), range(4))
+        wait_for(lambda: begun == [4])
+        assert rig.load(names(4), range(50, 54))
+        index = rig.linker.start_layer_wise_loading()
+        assert run_batch(rig, Batch(Phase.PREFILL, index), range(engine.LAYERS)) == [True]
+        assert rig.content(range(50, 54)) == want[:4]
+        assert begun == [4] and not gate.is_set(), "the load did not wait for the put"
+        gate.set()
+        wait_for(lambda: rig.linker.num_completed_offloads() == 2)
+        assert [rig.linker.pop_completed_offload() for _ in range(2)] == [True, True]
+        assert rig.linker.backlog.wait_quiet(WAIT_S)
+        assert sum(begun) == 44 and max(begun) == 4
+        wait_for(lambda: rig.lookup(names(40, "long"), "long") == 40)
+        assert rig.restore(names(40, "long"), range(20, 60))
+        assert rig.content(range(20, 60)) == want[4:44]
+        counters = rig.stored_pool.store.scheduler.counters()
+        assert (counters["written_pages"], counters["ignored"]) == (48, 0)
+        assert (counters["writes_waiting"], counters["locked_pages"]) == (0, 0)
+    (first,) = [one for one, _ in decided if isinstance(one, WriteKnown) and one.can_stop]
+    issues = [one for _, made in decided for one in made.writes if one.name == first.name]
+    assert issues[0].count == 40, "whole, as no load waited"
+    assert next(made.stops for _, made in decided if made.stops) == (first.name,)
+    stopped = [one.pages for one, _ in decided if isinstance(one, WriteStopped)]
+    assert stopped[0] == issues[1].first == 4
+
+
+def test_a_batch_that_fails_costs_an_offload_its_own_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decided: list[tuple[Event, Decision]]
+) -> None:
+    monkeypatch.setattr(backlog_module, "_BATCH_NBYTES", 2 * 3 * 2 * 4096)
+    with Rig(tmp_path, backlog_share=1.0, recompute_us_per_token=1e6) as rig:
+        rig.fill(24)
+        put, calls = rig.stored_pool.store.put, [0]
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise DeviceTimeout("the medium does not answer")
+            return put(*args, **kwargs)
+
+        monkeypatch.setattr(rig.stored_pool.store, "put", broken)
+        assert rig.offload(names(20), range(20))
+        wait_for(lambda: rig.linker.num_completed_offloads() == 1)
+        assert not rig.linker.pop_completed_offload(), "a part of it failed"
+        assert rig.linker.backlog.wait_quiet(WAIT_S)
+        assert calls == [10]
+        counters = rig.stored_pool.store.scheduler.counters()
+        assert (counters["written_pages"], counters["failed_pages"]) == (18, 2)
+        assert (rig.lookup(names(20)), counters["ignored"]) == (2, 0)
 
 
 def event_of(line: str) -> Event:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,14 @@ from tutti.integration.sglang.metrics import STORE
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.server_log import ErrorLog
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
-from tutti.scheduler.event import PagesCopied, PagesWritten, SpaceKnown, WriteGone, WriteKnown
+from tutti.scheduler.event import (
+    PagesCopied,
+    PagesWritten,
+    SpaceKnown,
+    WriteGone,
+    WriteKnown,
+    WriteStopped,
+)
 from tutti.scheduler.state import Issue
 from tutti.transfers.tickets import Outcome, PutTicket
 
@@ -78,6 +86,8 @@ class Chains:
 
 _IDLE_S = 60.0
 _POLL_S = 0.05
+#: A part is stored in batches of so many bytes, so many at a time: it may have to stop for a load.
+_BATCH_NBYTES, _FLYING_MAX = 32 << 20, 2
 #: Kinds of drops, and what to do.
 _FULL = (
     "backlog: full",
@@ -101,7 +111,8 @@ class OffloadPart:
     """Pages of one pool: keys (n, 16), and the slots of n pages.
 
     numbers: the pages, once known.  staged: where they are in staging; None while they hold the
-    SGLang's pages.  ended: pages that were stored, or will never be.
+    SGLang's pages.  The first ``granted`` may be stored, ``begun`` are stored or under way, in
+    ``flying`` batches, and ``ended`` pages were stored, or will never be.
     """
 
     stored_pool: StoredPool
@@ -109,6 +120,9 @@ class OffloadPart:
     slots: torch.Tensor
     numbers: Pages | None = None
     staged: Pages | None = None
+    granted: int = 0
+    begun: int = 0
+    flying: int = 0
     ended: int = 0
     good: bool = True
 
@@ -116,6 +130,11 @@ class OffloadPart:
     def pages(self) -> int:
         """How many pages."""
         return len(self.keys)
+
+    @property
+    def batch(self) -> int:
+        """The most pages that are stored with one call."""
+        return max(1, _BATCH_NBYTES // self.stored_pool.page_nbytes)
 
 
 def admitted(
@@ -147,6 +166,13 @@ class Offload:
     waits: int
     good: bool = True
     kept: bool | None = None
+
+
+def _next(names: queue.Queue[str | None], timeout_s: float) -> str | None:
+    """The next name, or an empty one where none comes."""
+    with suppress(queue.Empty):
+        return names.get(timeout=timeout_s)
+    return ""
 
 
 class Backlog(Owned):
@@ -189,7 +215,7 @@ class Backlog(Owned):
         self._numbers = itertools.count(1)
         self._locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
-        self._puts: queue.Queue[Issue | None] = queue.Queue()
+        self._puts: queue.Queue[str | None] = queue.Queue()
         self._queue = Dispatcher.join(schedule, Guard())
         self._prefix = self._queue.attach(self)
         self._longest: dict[str, int] = {}  # pages of a part that may wait, by pool
@@ -212,8 +238,7 @@ class Backlog(Owned):
     @property
     def locked(self) -> int:
         """Pages of SGLang that the medium may read, or that wait to be copied out."""
-        with self._changed:
-            return self._locked
+        return self._locked
 
     def add(self, parts: Sequence[OffloadPart], fence: Fence, *, whole: bool = True) -> None:
         """Takes one offload, whose pages may be read when ``fence`` has passed.
@@ -235,19 +260,15 @@ class Backlog(Owned):
                 self._locked += part.pages
         for name, part in zip(names, parts, strict=True):
             now_ns, space = self._queue.now_ns(), self._prefix + part.stored_pool.name
-            nbytes = part.stored_pool.page_nbytes
-            self._queue.add(WriteKnown(now_ns, name, part.pages, nbytes, space=space))
+            known = WriteKnown(now_ns, name, part.pages, part.stored_pool.page_nbytes, space=space)
+            known.can_stop = part.pages > part.batch * _FLYING_MAX
+            self._queue.add(known)
         self._queue.decide()
 
     def completed(self) -> int:
         """How many offloads, from the oldest on, are complete."""
         with self._changed:
-            count = 0
-            for offload in self._order:
-                if offload.kept is None:
-                    break
-                count += 1
-            return count
+            return len([*itertools.takewhile(lambda one: one.kept is not None, self._order)])
 
     def pop(self) -> bool:
         """Takes the oldest offload, which is complete: whether its pages are kept."""
@@ -285,10 +306,17 @@ class Backlog(Owned):
 
     def write(self, launch: Issue) -> None:
         """See WriteIssuer."""
-        self._puts.put(launch)
+        with self._changed:
+            self._parts[launch.name][1].granted = launch.first + launch.count
+        self._puts.put(launch.name)
 
     def stop_write(self, name: str) -> None:
-        """See WriteIssuer; nothing here can stop."""
+        """See WriteIssuer.  Batches that are under way end."""
+        with self._changed:
+            if name in self._parts:  # else it has ended meanwhile
+                part = self._parts[name][1]
+                part.granted = part.begun
+                self._queue.add(WriteStopped(self._queue.now_ns(), name, part.begun))
 
     def copy_out(self, name: str) -> None:
         """See WriteIssuer: SGLang may reuse its pages then."""
@@ -309,15 +337,11 @@ class Backlog(Owned):
         self._errors.tell(kind, f"{pages} pages of {name} are not stored: {why}")
 
     def _run_copies(self) -> None:
-        ended = False
-        while not ended:
+        name: str | None = ""
+        while name is not None:  # the end mark of close()
             self._end_late()
-            try:
-                name = self._copies.get(timeout=_POLL_S if self._leaving else _IDLE_S)
-            except queue.Empty:
-                continue
-            ended = name is None  # the end mark of close()
-            if name is not None:
+            name = _next(self._copies, _POLL_S if self._leaving else _IDLE_S)
+            if name:
                 self._copy(name, *self._parts[name])
 
     def _end_late(self) -> None:
@@ -366,15 +390,22 @@ class Backlog(Owned):
         return part.numbers
 
     def _run_puts(self) -> None:
-        ended = False
-        while not ended:
-            try:
-                launch = self._puts.get(timeout=_IDLE_S)
-            except queue.Empty:
-                continue
-            ended = launch is None  # the end mark of close()
+        while (name := _next(self._puts, _IDLE_S)) is not None:  # the end mark of close()
+            launch = self._next_batch(name)
             if launch is not None:
-                self._put(launch, *self._parts[launch.name])
+                self._put(launch, *self._parts[name])
+
+    def _next_batch(self, name: str) -> Issue | None:
+        """Of a part, unless enough of it is under way, or it must stop, or it has ended."""
+        with self._changed:
+            part = self._parts[name][1] if name in self._parts else None
+            if part is None or part.flying == _FLYING_MAX or part.begun == part.granted:
+                return None
+            first, part.flying = part.begun, part.flying + 1
+            part.begun = min(part.granted, first + part.batch)
+            if part.begun < part.granted:
+                self._puts.put(name)  # behind those of other parts
+            return Issue(name, first, part.begun - first)
 
     def _put(self, launch: Issue, offload: Offload, part: OffloadPart) -> None:
         stored_pool, staged = part.stored_pool, part.staged
@@ -434,13 +465,20 @@ class Backlog(Owned):
 
     def _stored(self, launch: Issue, offload: Offload, part: OffloadPart, lost: int) -> None:
         """The medium does not read these pages any more; so many of them were not stored."""
+        name = launch.name
         with self._changed:
             part.good = part.good and not lost
             part.ended += launch.count
-            ended = part.ended
-        if ended == part.pages:
-            self._end(launch.name, offload, part)
-        self._queue.post(PagesWritten(self._queue.now_ns(), launch.name, ended, lost))
+            part.flying -= 1
+            written = PagesWritten(self._queue.now_ns(), name, part.ended, lost)
+            over = part.ended == part.pages
+            if not over:
+                self._queue.add(written)
+                self._puts.put(name)
+        if over:
+            self._end(name, offload, part)  # first: its staging may be used for what is decided
+            self._queue.add(written)
+        self._queue.decide()
 
     def _end(self, name: str, offload: Offload, part: OffloadPart) -> None:
         """A part is over: stored, dropped, or not to be had."""
