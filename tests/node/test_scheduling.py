@@ -74,7 +74,6 @@ def rng(seed: int) -> np.random.Generator:
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every put of two pages can stop."""
     monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)
-    monkeypatch.setattr(transfer_queue, "LAYERS_MIN", 1)
 
 
 def connect(agent: RunningAgent, policy: Callable[[Limits], Any], **more: Any) -> NodeStore:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,10 @@ from scheduler.drive import Linear
 from tutti.integration.sglang.direct import control_requests
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import LoadKnown
+from tutti.scheduler.event import Event, LoadKnown, WriteKnown, WriteStopped
 from tutti.scheduler.policy import Limits
+from tutti.scheduler.state import Decision
+from tutti.transfers import transfer_queue
 
 HERE = Path(__file__).resolve().parent
 _S = 120
@@ -122,6 +126,61 @@ def test_what_the_scheduler_forced_is_in_the_metrics(
     found = storage.counters()["kv"]
     storage.close()
     assert found["forced_pages"] == 4 and found["prediction_error"] > 0
+
+
+def test_a_put_of_pages_of_one_slice_stops_for_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Memory ordered by page has one layer an object: such puts stop between batches of pages."""
+    seen: list[tuple[Event, Decision]] = []
+    schedule = Schedule(
+        Linear(write_gbps=0.01), Limits(staged_pages=0), record=lambda *one: seen.append(one)
+    )
+    monkeypatch.setattr("tutti.store.find_schedule", lambda *_, **__: schedule)
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
+    storage.register_mem_pool_host(pool)
+    hp.fill(pool, seed)
+    want = [hp.page_bytes(pool, page) for page in range(20)]
+    store = storage._stores["kv"].store
+    assert store.layout.layers == 1
+    for name in ("LONG_NBYTES", "UNIT_NBYTES"):
+        monkeypatch.setattr(transfer_queue, name, 4 * store.layout.object_nbytes)
+    monkeypatch.setattr(store._queue, "_short", 1)
+    hashes = [f"{i:064x}" for i in range(1, 25)]
+    assert all(storage.batch_set_v1(hashes[20:], hp.indices(pool, list(range(20, 24)))))
+    start, gate, stored = store._writer.put, threading.Event(), []
+
+    def held(parts: Any) -> Any:
+        gate.wait(_S)
+        return start(parts)
+
+    monkeypatch.setattr(store._writer, "put", held)
+    places = hp.indices(pool, list(range(20)))
+    putting = threading.Thread(
+        target=lambda: stored.extend(storage.batch_set_v1(hashes[:20], places))
+    )
+    putting.start()
+    deadline_s = time.monotonic() + _S
+    while not any(made.writes and made.writes[0].count == 20 for _, made in seen):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert storage.batch_get_v1(hashes[20:], hp.indices(pool, list(range(20, 24)))) == [True] * 4
+    assert not stored and not gate.is_set(), "the load did not wait for the put"
+    gate.set()
+    putting.join(_S)
+    assert stored == [True] * 20
+    hp.wipe(pool)
+    assert storage.batch_get_v1(hashes[:20], places) == [True] * 20
+    assert [hp.page_bytes(pool, page) for page in range(20)] == want
+    store._queue.stop(10.0)
+    counters = store.scheduler.counters()
+    assert (counters["written_pages"], counters["ignored"]) == (24, 0)
+    storage.close()
+    known = [one for one, _ in seen if isinstance(one, WriteKnown)]
+    assert [(one.can_stop, one.unit_pages) for one in known] == [(True, 4), (True, 4)]
+    assert any(known[1].name in made.stops for _, made in seen)
+    assert next(one.pages for one, _ in seen if isinstance(one, WriteStopped)) == 0
 
 
 def test_an_attach_with_stages_is_refused() -> None:

@@ -473,7 +473,6 @@ def test_a_load_ahead_goes_behind_puts_until_something_waits_for_it(
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every put of two pages can stop."""
     monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)
-    monkeypatch.setattr(transfer_queue, "LAYERS_MIN", 1)
 
 
 def test_a_long_put_is_one_job_that_stops_for_a_load(

@@ -90,7 +90,6 @@ class Core(InFlight):
         super().__init__(members.geometry, config, engine.guard)
         self.engine = engine
         self.members = members
-        self.object_nbytes = members.geometry.slice_nbytes * self.layers
         self.load_latency = Histogram()
         self.store_latency: Histogram = Histogram()
         padded_nbytes = members.geometry.slice_padded_nbytes * self.layers

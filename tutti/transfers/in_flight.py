@@ -50,6 +50,7 @@ class InFlight(Owned):
     def __init__(self, geometry: Geometry, config: StoreConfig, guard: Guard) -> None:
         self.geometry = geometry
         self.layers = geometry.layers
+        self.object_nbytes = geometry.slice_nbytes * self.layers
         self.config = config
         self.guard = guard
         self.lock = threading.RLock()

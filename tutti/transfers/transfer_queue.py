@@ -50,7 +50,7 @@ from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
 COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
-LONG_NBYTES, LAYERS_MIN = 16 << 20, 8  #: of a put that stops when a load comes
+LONG_NBYTES = UNIT_NBYTES = 16 << 20  #: of a put that stops for a load, and of an issue of it
 _LOOK_S = 0.5
 _NEVER = 2**32 - 1
 
@@ -116,15 +116,14 @@ class TransferQueue(Owned):
                         put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
-        if not put.name or dispatcher is None:
-            if error is not None:
-                raise error
-            return progress
-        self._post_put(dispatcher, put)
+        if put.name and dispatcher is not None:
+            self._post_put(dispatcher, put)
+        elif error is not None:
+            raise error
         return progress
 
     def _post_put(self, dispatcher: Dispatcher, put: QueuedPut) -> None:
-        nbytes = self._core.geometry.slice_nbytes * self._core.layers
+        nbytes = self._core.object_nbytes
         known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
         if put.open is not None:
             known.can_stop = True
@@ -365,15 +364,16 @@ class TransferQueue(Owned):
         return PutPart(put.request, rows, put.progress, ended, grant)
 
     def _can_stop(self, put: QueuedPut) -> bool:
-        """Whether it is long enough, and of layers that are short enough, to be stopped within."""
-        layers, rows = self._core.layers, put.rows.size
-        nbytes = rows * self._core.geometry.slice_nbytes * layers
-        is_long = nbytes >= LONG_NBYTES and rows >= 2 * self._short and layers >= LAYERS_MIN
+        """Whether it is long enough to be stopped within."""
+        rows = put.rows.size
+        is_long = rows * self._core.object_nbytes >= LONG_NBYTES and rows >= 2 * self._short
         return is_long and put.request.memory.path is None
 
     def _part_rows(self, put: QueuedPut) -> int:
-        """Rows of the next part: what the writer takes as one, and no short rest."""
-        left, most = put.rows.size - put.launched, self._writer.batch_pages
+        """Of the next part: what the writer takes as one, UNIT_NBYTES a layer, no short rest."""
+        left, core = put.rows.size - put.launched, self._core
+        most = max(self._short, UNIT_NBYTES * core.layers // core.object_nbytes)
+        most = min(most, self._writer.batch_pages)
         return left if left < most + self._short else most
 
     def _progressed(self, put: QueuedPut, end: int) -> None:
