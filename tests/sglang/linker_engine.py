@@ -66,6 +66,34 @@ def init_params(pool: Any, **changes: Any) -> CacheInitParams:
     return CacheInitParams(**{**known, **changes})
 
 
+class FlatProfile:
+    """A machine on which everything takes a little."""
+
+    interference = 4.0
+
+    def engine_us(self, tier: str) -> dict[str, float]:
+        return {}
+
+    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
+        return 100.0
+
+    def decode_us(self, batch: int, context_tokens: int) -> float:
+        return 1000.0
+
+    def read_us(self, nbytes: int) -> float:
+        return nbytes / 1000
+
+    def write_us(self, nbytes: int) -> float:
+        return nbytes / 500
+
+
+class SlowProfile(FlatProfile):
+    """A machine that is believed to write slowly."""
+
+    def write_us(self, nbytes: int) -> float:
+        return nbytes / 5
+
+
 class Rig:
     """One rank's pool and linker.  Options: those of the linker."""
 

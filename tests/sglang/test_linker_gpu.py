@@ -12,11 +12,11 @@ import linker_engine as engine
 import numpy as np
 import pytest
 import torch
-from linker_engine import ahead_pages, damage, names, wait_for
+from linker_engine import FlatProfile, ahead_pages, damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-from test_linker_profile import Batch, FlatProfile
+from test_linker_profile import Batch
 
 from tutti.errors import DeviceTimeout, PoolInUse
 from tutti.integration.sglang import linker as linker_module

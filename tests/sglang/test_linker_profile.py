@@ -15,7 +15,16 @@ from typing import Any
 import linker_engine as engine
 import numpy as np
 import pytest
-from linker_engine import WAIT_S, Rig, ahead_pages, kept_ahead, names, wait_for
+from linker_engine import (
+    WAIT_S,
+    FlatProfile,
+    Rig,
+    SlowProfile,
+    ahead_pages,
+    kept_ahead,
+    names,
+    wait_for,
+)
 from linker_gpu import gpu_rig
 from node.agents import running
 
@@ -53,34 +62,6 @@ from tutti.scheduler.roofline import GPUS, ModelShape
 from tutti.scheduler.state import Decision, Policy
 from tutti.transfers.core import StoreConfig
 from tutti.transfers.tickets import Outcome
-
-
-class FlatProfile:
-    """A machine on which everything takes a little."""
-
-    interference = 4.0
-
-    def engine_us(self, tier: str) -> dict[str, float]:
-        return {}
-
-    def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
-        return 100.0
-
-    def decode_us(self, batch: int, context_tokens: int) -> float:
-        return 1000.0
-
-    def read_us(self, nbytes: int) -> float:
-        return nbytes / 1000
-
-    def write_us(self, nbytes: int) -> float:
-        return nbytes / 500
-
-
-class SlowProfile(FlatProfile):
-    """A machine that is believed to write slowly."""
-
-    def write_us(self, nbytes: int) -> float:
-        return nbytes / 5
 
 
 def test_with_a_profile_the_scheduler_launches_what_is_moved(
@@ -396,20 +377,6 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Event, Decision]]:
     return seen
 
 
-def held_puts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
-    """Pages of each put of the backlog, which goes on when the event is set."""
-    begun: list[int] = []
-    gate, put = threading.Event(), rig.stored_pool.store.put
-
-    def held(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        begun.append(len(keys))
-        gate.wait(WAIT_S)
-        return put(keys, *args, **kwargs)
-
-    monkeypatch.setattr(rig.stored_pool.store, "put", held)
-    return begun, gate
-
-
 def test_a_long_offload_stops_for_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decided: list[tuple[Event, Decision]]
 ) -> None:
@@ -419,7 +386,15 @@ def test_a_long_offload_stops_for_a_load(
         rig.fill(23)
         want = rig.content(range(44))
         assert rig.store(names(4), range(4))
-        begun, gate = held_puts(rig, monkeypatch)
+        begun: list[int] = []  # pages of each put
+        gate, put = threading.Event(), rig.stored_pool.store.put
+
+        def held(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            begun.append(len(keys))
+            gate.wait(WAIT_S)
+            return put(keys, *args, **kwargs)
+
+        monkeypatch.setattr(rig.stored_pool.store, "put", held)
         assert rig.offload(names(40, "long"), range(4, 44))
         assert rig.offload(names(4, "last"), range(4))
         wait_for(lambda: begun == [4])

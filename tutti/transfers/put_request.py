@@ -112,9 +112,13 @@ NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
 class PutGrant:
-    """How many layers of a part may be written by now, also by jobs that begin later."""
+    """How many layers of a part may be written by now, also by jobs that begin later.
 
-    def __init__(self) -> None:
+    first: of the part's rows, in those of its put.  done: rows that are known to be written.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first, self.done = first, 0
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
         self._grant: tuple[int, int, Callable[[], None] | None] = (0, 0, None)
@@ -159,16 +163,6 @@ class PutPart(NamedTuple):
         return id(request.memory), request.tenant, request.expiry_64s, self.progress.is_cut
 
 
-@dataclass(eq=False)
-class _OpenPart:
-    """first: of its rows, in those of the put.  done: rows that are known to be written."""
-
-    first: int
-    part: PutPart
-    grant: PutGrant
-    done: int = 0
-
-
 class OpenParts:
     """Parts of one put, each a job that is granted layer by layer.  The caller locks.
 
@@ -177,54 +171,55 @@ class OpenParts:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._open: list[_OpenPart] = []
+        self._open: dict[PutGrant, int] = {}  # to rows of their parts, from the first on
 
     @property
     def done(self) -> int:
         """Rows of open parts that are known to be written."""
-        return sum(one.done for one in self._open)
+        return sum(grant.done for grant in self._open)
 
-    def add(self, first: int, part: PutPart) -> None:
-        """A part that begins at this row of the put, and has a grant."""
-        assert part.grant is not None, "made for such a put"
-        self._open.append(_OpenPart(first, part, part.grant))
+    def add(self, first: int, rows: int) -> PutGrant:
+        """The grant of a part that begins at this row of the put."""
+        grant = PutGrant(first)
+        self._open[grant] = rows
+        return grant
 
-    def remove(self, part: PutPart) -> None:
+    def remove(self, grant: PutGrant) -> None:
         """A part is over."""
-        self._open = [one for one in self._open if one.part is not part]
+        self._open.pop(grant, None)
 
     def grant(self, end: int, progressed: Callable[[int], None]) -> None:
         """Rows before ``end`` may be written, and no others.  What is granted whole reports its end
         alone; else ``progressed`` is called with ``end``, on the engine's thread.
         """
-        for one in self._open:
-            layers = self._layers_of(one, end)
+        for grant in self._open:
+            layers = self._layers_of(grant, end)
             is_part = 0 < layers < self._layers
             on_ready = partial(progressed, end) if is_part else None
-            one.grant.set(layers, layers if is_part else _NEVER, on_ready)
+            grant.set(layers, layers if is_part else _NEVER, on_ready)
 
     def written(self, end: int) -> None:
         """Rows before ``end`` were granted: takes note of parts that are written so far.  A part's
         last row is not before its record.
         """
-        for one in self._open:
-            if one.grant.layers_ready >= self._layers_of(one, end):
-                one.done = max(one.done, min(end - one.first, one.part.rows.size - 1))
+        for grant, rows in self._open.items():
+            if grant.layers_ready >= self._layers_of(grant, end):
+                grant.done = max(grant.done, min(end - grant.first, rows - 1))
 
     def stop(self, end: int) -> int:
         """Begins no more commands; returns the first row that is not written, at most ``end``."""
-        for one in reversed(self._open):
-            one.grant.set(0, _NEVER, None)
-            ready, size = one.grant.layers_ready, one.part.rows.size
-            one.done = max(one.done, min(size - 1, ready * size // self._layers))
+        for grant, rows in reversed(self._open.items()):
+            grant.set(0, _NEVER, None)
+            ready = grant.layers_ready
+            grant.done = max(grant.done, min(rows - 1, ready * rows // self._layers))
             if ready < self._layers:
-                end = min(end, one.first + one.done)
+                end = min(end, grant.first + grant.done)
         return end
 
-    def _layers_of(self, one: _OpenPart, end: int) -> int:
+    def _layers_of(self, grant: PutGrant, end: int) -> int:
         """Layers of a part that stand for its rows before ``end``."""
-        rows, size = end - one.first, one.part.rows.size
-        return min(self._layers, max(0, -(-rows * self._layers // size)))
+        rows = (end - grant.first) * self._layers
+        return min(self._layers, max(0, -(-rows // self._open[grant])))
 
 
 @dataclass(eq=False)

@@ -308,10 +308,9 @@ class TransferQueue(Owned):
             while put.launched < end:  # bounded: each turn launches a row at least
                 rows = end - put.launched if put.open is None else self._part_rows(put)
                 first, put.launched = put.launched, put.launched + rows
-                part = self._part(put, put.rows[first : put.launched], paced=True)
-                if put.open is not None:
-                    put.open.add(first, part)
-                self._parts.append(part)
+                grant = None if put.open is None else put.open.add(first, rows)
+                taken = put.rows[first : put.launched]
+                self._parts.append(self._part(put, taken, paced=True, grant=grant))
             if put.open is not None:
                 put.open.grant(end, partial(self._progressed, put))
         if not getattr(self._here, "puts", False):
@@ -358,9 +357,10 @@ class TransferQueue(Owned):
             return None
         return self._writer.put([part])
 
-    def _part(self, put: QueuedPut, rows: Rows, *, paced: bool) -> PutPart:
+    def _part(
+        self, put: QueuedPut, rows: Rows, *, paced: bool, grant: PutGrant | None = None
+    ) -> PutPart:
         ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
-        grant = PutGrant() if paced and put.open is not None else None
         return PutPart(put.request, rows, put.progress, ended, grant)
 
     def _can_stop(self, put: QueuedPut) -> bool:
@@ -472,8 +472,8 @@ class TransferQueue(Owned):
             lost = int(np.count_nonzero(outcome >= Outcome.DROPPED))
             there = int(np.count_nonzero(outcome == Outcome.PRESENT))
             with self._lock:
-                if put.open is not None:
-                    put.open.remove(part)
+                if put.open is not None and part.grant is not None:
+                    put.open.remove(part.grant)
                 put.ended += rows
                 self._report(put, lost, there)
         self._end_rows(put, rows)
