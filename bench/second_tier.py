@@ -39,9 +39,10 @@ from tutti.base.units import GiB
 from tutti.bench.environment import describe
 from tutti.bench.pool_file import temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
+from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.second_tier import Tier
-from tutti.cluster.worker import NICE, TRAILER_NBYTES
+from tutti.cluster.worker import NICE, trailer_nbytes
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
@@ -421,9 +422,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         fetcher = Fetcher(pool, config, keys)
         try:
             fetcher.publish(args.seed)
-            prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
+            prefix = name_prefix(config, layout)
             names = [prefix + key.tobytes().hex() for key in keys]
-            reader = Reader(config, names, layout.object_nbytes + TRAILER_NBYTES)
+            reader = Reader(config, names, layout.object_nbytes + trailer_nbytes(_LAYERS))
             memory = pool.allocate_memory(args.pages)
             get = partial(reader.call, "get_s")
             cpu = CpuTime(config, reader.pid)

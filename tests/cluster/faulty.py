@@ -8,7 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from node.agents import LAYOUT
+
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
+from tutti.cluster.worker import HEAD, trailer_nbytes
 from tutti.errors import RemoteFailed
 
 HANG_S = 3600.0
@@ -65,6 +68,8 @@ class FaultyStore:
             raw = bytearray(self._path(name).read_bytes())
             if self._fault() == "flip" and number == 1:
                 raw[len(raw) // 2] ^= 1
+            if self._fault() == "flip-digest" and number == 1:
+                raw[HEAD.size - trailer_nbytes(LAYOUT.layers)] ^= 1
             if self._fault() == "swap" and number < 2:
                 raw = bytearray(self._path(names[1 - number]).read_bytes())
             start = address - self._base
@@ -90,8 +95,8 @@ class Faults:
         folder.mkdir()
 
     def set(self, fault: str) -> None:
-        """One of "", flip, swap, fail, hang, hang-OPERATION, die, raise, raise-OPERATION, slow,
-        unreachable, slow-start (each store), full (only tenants)."""
+        """One of "", flip, flip-digest, swap, fail, hang, hang-OPERATION, die, raise,
+        raise-OPERATION, slow, unreachable, slow-start (each store), full (only tenants)."""
         (self.folder / "next").write_text(fault)
         os.replace(self.folder / "next", self.folder / "fault")
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from store.pools import some_keys
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_store import RemoteConfig
+from tutti.cluster.worker import VERSION
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.metrics import StoreCollector
 
@@ -77,7 +78,7 @@ def test_every_page_goes_where_that_was_asked_for(
         node.settle("replicated", 4)
 
 
-@pytest.mark.parametrize("fault", ["flip", slow("swap")])
+@pytest.mark.parametrize("fault", ["flip", "flip-digest", slow("swap")])
 def test_wrong_bytes_are_never_served(
     tmp_path: Path, faults: Faults, seed: int, fault: str
 ) -> None:
@@ -86,7 +87,7 @@ def test_wrong_bytes_are_never_served(
         first.share(keys)
         faults.set(fault)
         second.miss(keys, "corrupt")
-        good = 1 if fault == "flip" else 0
+        good = 0 if fault == "swap" else 1
         until(lambda: second.remote()["queued_chains"] == 0, "the chain is still fetched")
         found = second.store.match(keys)
         assert found <= good
@@ -273,6 +274,7 @@ def test_other_namespaces_and_layouts_do_not_meet(
         assert second.store.match(keys) == 0
     names = [path.name for path in faults.folder.iterdir() if path.name.startswith("tutti_")]
     assert len(names) == 2
+    assert all(name.startswith(f"tutti_{VERSION}_") for name in names)
     assert all(LAYOUT.fingerprint.hex() in name for name in names)
 
 

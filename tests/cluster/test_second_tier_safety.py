@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from cluster.faulty import Faults
-from cluster.nodes import PAGES, Node, nodes, until
+from cluster.nodes import PAGES, Node, content, nodes, until
 from node.agents import LAYOUT, RunningAgent
 
 from store.pools import some_keys
@@ -172,16 +173,19 @@ def test_pages_without_digests_or_time_are_not_copied(
     keys = some_keys(np.random.default_rng(seed), 4)
     with nodes(tmp_path, faults.config(), 1) as (node,):
         (store,) = node.agent.pools.stores().values()
-        objects = store.catalogue.objects
+        described = store.catalogue.described
+        changes = {
+            keys[0].tobytes(): {"has_digests": False},
+            keys[1].tobytes(): {"expires_s": 0},
+        }
 
         def changed(some: Any) -> Any:
-            infos = {info.key: info for info in objects(some)}
-            for key, fields in ((keys[0], {"has_digests": False}), (keys[1], {"expires_s": 0})):
-                if info := infos.get(key.tobytes()):
-                    infos[info.key] = dataclasses.replace(info, **fields)
-            return list(infos.values())
+            return [
+                (dataclasses.replace(info, **changes.get(info.key, {})), record)
+                for info, record in described(some)
+            ]
 
-        monkeypatch.setattr(store.catalogue, "objects", changed)
+        monkeypatch.setattr(store.catalogue, "described", changed)
         node.put(keys)
         node.load(keys)
         node.settle("replicated", 2)
@@ -191,6 +195,48 @@ def test_pages_without_digests_or_time_are_not_copied(
             key.tobytes().hex() for key in keys[2:]
         }
         assert node.remote()["failures"] == node.remote()["local_failures"] == 0
+
+
+def test_pages_that_arrived_keep_their_digests_and_are_not_hashed_again(
+    tmp_path: Path, faults: Faults, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        second.find(keys)
+        second.settle("fetched", PAGES)
+        (there,) = first.agent.pools.stores().values()
+        (here,) = second.agent.pools.stores().values()
+        assert here.stats()["digest_cpu_s"] == 0 < there.stats()["digest_cpu_s"]
+        step = LAYOUT.slice_nbytes
+        for info, record in here.catalogue.described(keys):
+            payload = content(info.key)
+            slices = [payload[i : i + step] for i in range(0, len(payload), step)]
+            stored = record["digests"][: LAYOUT.layers].tolist()
+            assert stored == [xxhash.xxh3_64_intdigest(part) for part in slices]
+
+
+def test_an_object_stored_anew_while_it_is_copied_is_not_copied(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes may be others than those of the digests in the record that was read."""
+    keys = some_keys(np.random.default_rng(seed), 2)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        tier = tier_of(node)
+        load = tier._load
+
+        def anew(own: Any) -> bool:
+            monkeypatch.undo()
+            loaded = load(own)
+            assert node.store.catalogue.delete(keys[:1]) == 1
+            node.put(keys[:1])
+            return loaded
+
+        monkeypatch.setattr(tier, "_load", anew)
+        node.put(keys)
+        node.load(keys)
+        until(lambda: tier._load == load and not node.remote()["queued_nbytes"], "not read")
+        assert not [call for call in faults.calls() if call.startswith("put")]
 
 
 def test_pages_written_without_digests_say_so(tmp_path: Path, seed: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.base.arrays import U32, Keys
+from tutti.base.arrays import U32, U64, Keys
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.worker import (
     ANSWER_NBYTES_MAX,
@@ -24,8 +24,9 @@ from tutti.cluster.worker import (
     OK,
     REPLY,
     REQUEST,
-    TRAILER_NBYTES,
+    VERSION,
     Spec,
+    trailer_nbytes,
 )
 from tutti.errors import CapacityError, DeviceTimeout, RemoteFailed
 from tutti.gio_uring.iocb import PagedMemory
@@ -50,7 +51,8 @@ class Staging(HostMemory):
     """
 
     def __init__(self, layout: KVLayout, pages: int, stats: Callable[[], dict[str, Any]]) -> None:
-        self.stride_nbytes = -(-(layout.object_nbytes + TRAILER_NBYTES) // _ALIGNMENT) * _ALIGNMENT
+        value_nbytes = layout.object_nbytes + trailer_nbytes(layout.layers)
+        self.stride_nbytes = -(-value_nbytes // _ALIGNMENT) * _ALIGNMENT
         nbytes = pages * self.stride_nbytes
         self.fd = -1
         try:
@@ -90,8 +92,18 @@ class Staging(HostMemory):
         """The fields of HEAD that a value goes with."""
         HEAD.pack_into(self.map, self._trailer(page), *fields)
 
+    def digests(self, page: int) -> U64:
+        """Of the slices of a page (layers,), in its trailer: of a value that came, or to send."""
+        place = self._trailer(page) + HEAD.size
+        return np.frombuffer(self.map, "<u8", self.layout.layers, place)
+
     def _trailer(self, page: int) -> int:
         return page * self.stride_nbytes + self.layout.object_nbytes
+
+
+def name_prefix(config: RemoteConfig, layout: KVLayout) -> str:
+    """What the names of all values of a layout begin with; the key follows in hex."""
+    return f"tutti/{VERSION}/{config.namespace}/{layout.fingerprint.hex()}/"
 
 
 class RemoteProcess:
@@ -104,12 +116,12 @@ class RemoteProcess:
         layout = staging.layout
         self._config = config
         self._staging = staging
-        prefix = f"tutti/{config.namespace}/{layout.fingerprint.hex()}/"
         self._spec = Spec(
             config.factory,
             dict(config.options),
-            prefix,
+            name_prefix(config, layout),
             layout.object_nbytes,
+            layout.layers,
             staging.stride_nbytes,
             staging.nbytes,
             config.tenants,

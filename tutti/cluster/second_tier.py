@@ -24,7 +24,7 @@ from tutti.base.threads import start_thread
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
-from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT
+from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, VERSION
 from tutti.errors import KeyMissing, MediumError, PagesInUse, PoolClosed, RemoteFailed, TuttiError
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import EXPIRY_UNIT_S
@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 _CHAINS_MAX = 256
 _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
-_VERSION = 1
 _GETS = 2  # under way at a time: the digests of one are compared while the next is read
 _PARTS = 3  # of the staging memory: those of the gets, and one that the pool stores meanwhile
 _OFF = "off"
@@ -339,7 +338,7 @@ class Tier:
         """
         heads = [self._staging.head(int(page)) for page in pages]
         now_64s = time.time() / EXPIRY_UNIT_S
-        usable = [head[5] == _VERSION and not 0 < head[4] <= now_64s for head in heads]
+        usable = [head[5] == VERSION and not 0 < head[4] <= now_64s for head in heads]
         n = len(_prefix(keys, np.array(usable, np.bool_)))
         self._count("absent", len(keys) - n)
         kinds = [(head[3], head[4]) for head in heads]
@@ -347,9 +346,9 @@ class Tier:
             rows = list(group)
             parents = as_keys([heads[row][1] for row in rows])
             depths = np.array([heads[row][2] for row in rows], np.uint32)
-            request = PutRequest(
-                keys[rows], parents, depths, pages[rows], self._staging.memory, tenant, expiry
-            )
+            digests = np.array([self._staging.digests(int(pages[row])) for row in rows])
+            of = self._staging.memory, tenant, expiry, digests
+            request = PutRequest(keys[rows], parents, depths, pages[rows], *of)
             self._store.catalogue.expiry.watch(expiry > 0)
             ticket = self._store.put_request(request)
             self._in_use[part].append((ticket.wait_ended, ticket))
@@ -376,18 +375,10 @@ class Tier:
             return
         there = self._call(EXISTS, keys, None) == ValueStatus.DONE
         self._remember(self._replicated, keys[there])
-        infos = self._store.catalogue.objects(keys[~there])
-        infos = [i for i in infos if i.has_digests and (i.expires_s is None or i.expires_s > 0)]
-        now_s = time.time()
-        own, pages = as_keys([info.key for info in infos]), np.arange(len(infos), dtype=np.uint32)
-        if not infos or not self._read(own, pages):
+        own = self._read(keys[~there])
+        if not len(own):
             return
-        for page, info in enumerate(infos):
-            until_s = 0 if info.expires_s is None else now_s + info.expires_s
-            expiry = round(until_s / EXPIRY_UNIT_S)
-            names = (info.key, info.parent, info.depth, info.tenant)
-            self._staging.set_head(page, *names, expiry, _VERSION)
-        answers = self._call(PUT, own, pages)
+        answers = self._call(PUT, own, np.arange(len(own), dtype=np.uint32))
         done = answers == ValueStatus.DONE
         self._remember(self._replicated, own[done])
         self._count("replicated", int(np.count_nonzero(done)))
@@ -397,8 +388,35 @@ class Tier:
         if failed.any():
             self._fail(own[failed], self._writes)
 
-    def _read(self, keys: Keys, pages: U32) -> bool:
-        """Reads objects of the pool into staging pages; whether all were right."""
+    def _read(self, keys: Keys) -> Keys:
+        """Reads objects of the pool into the first staging pages, with their trailers.
+
+        Those that may be copied, in the order of these pages; none if one of them was not right.
+        """
+        found = self._store.catalogue.described(keys)
+        found = [
+            (i, r) for i, r in found if i.has_digests and (i.expires_s is None or i.expires_s > 0)
+        ]
+        now_s, layers = time.time(), self._store.layout.layers
+        own = as_keys([info.key for info, _ in found])
+        if not found or not self._load(own):
+            return own[:0]
+        for page, (info, record) in enumerate(found):
+            until_s = 0 if info.expires_s is None else now_s + info.expires_s
+            expiry = round(until_s / EXPIRY_UNIT_S)
+            names = (info.key, info.parent, info.depth, info.tenant)
+            self._staging.set_head(page, *names, expiry, VERSION)
+            self._staging.digests(page)[:] = record["digests"][:layers]
+        with self._store._core.lock:
+            index = self._store._core.index
+            slots = index.find(own)
+            same = index.sequence[slots] == [record["sequence"] for _, record in found]
+        # An object that was stored anew meanwhile may have other bytes than its record told.
+        return own if same.all() and (slots != MISSING).all() else own[:0]
+
+    def _load(self, keys: Keys) -> bool:
+        """Loads objects into the first staging pages; whether all were right."""
+        pages = np.arange(len(keys), dtype=np.uint32)
         try:
             ticket = self._store.load(keys, pages, memory=self._staging, ahead=True)
         except KeyMissing:

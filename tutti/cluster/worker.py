@@ -2,7 +2,8 @@
 
     python -m tutti.cluster.worker SOCKET_FD MEMORY_FD SPEC
 
-It ends with its socket.  It builds and verifies digests, so that the agent's threads need not.
+It ends with its socket.  It verifies what arrives, so that the agent's threads need not: they
+store the digests that come with a value.
 A request is an operation, keys and numbers of pages; its answer is one byte per key, see Answer.
 """
 
@@ -33,11 +34,12 @@ from tutti.gio_uring.memory import address_of
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import tenant_of
 
-#: Behind the payload of a value: key, parent, depth, tenant, expiry (64 s), version; and XXH3-128
-#: of its name, the payload and these.
+#: Of values, and part of their names: nodes of different versions do not see each other's.
+VERSION = 2
+#: The trailer of a value, behind the payload: key, parent, depth, tenant, expiry (64 s), version;
+#: XXH3-64 of the slice of each layer; and XXH3-128 of the name and these.
 HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sIIII")
-DIGEST_NBYTES = 16
-TRAILER_NBYTES = HEAD.size + DIGEST_NBYTES
+_SEAL_NBYTES = 16
 EXISTS, GET, PUT = range(3)
 #: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
 REQUEST = struct.Struct("<IBI")
@@ -54,6 +56,11 @@ CALLER_NICE = 19
 _Reply = tuple[bytes, Callable[[], bytes]]  # its head, and what makes the rest
 
 
+def trailer_nbytes(layers: int) -> int:
+    """Bytes of a trailer."""
+    return HEAD.size + 8 * layers + _SEAL_NBYTES
+
+
 class Spec(NamedTuple):
     """What a worker is told at its start."""
 
@@ -61,6 +68,7 @@ class Spec(NamedTuple):
     options: Mapping[str, str]
     prefix: str
     object_nbytes: int
+    layers: int
     stride_nbytes: int
     nbytes: int
     tenants: Sequence[str]
@@ -77,7 +85,8 @@ class Worker:
         self._spec = spec
         self._bytes = memoryview(memory)
         self._base, _ = address_of(memory)
-        self._value_nbytes = spec.object_nbytes + TRAILER_NBYTES
+        self._slice_nbytes = spec.object_nbytes // spec.layers
+        self._value_nbytes = spec.object_nbytes + trailer_nbytes(spec.layers)
         module, _, name = spec.factory.partition(":")
         make: Any = getattr(importlib.import_module(module), name)
         options = {OTHERS: spec.options}
@@ -89,7 +98,7 @@ class Worker:
         self._stores = TenantStores(stores)
 
     def answer(self, request: bytes) -> Callable[[], bytes]:
-        """Moves the values; what is returned compares digests and has one byte per key."""
+        """Moves the values; what is returned verifies them and has one byte per key."""
         _, op, n = REQUEST.unpack_from(request)
         keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
@@ -100,30 +109,42 @@ class Worker:
         addresses = [self._base + start for start in starts]
         if op == PUT:
             for name, start in zip(names, starts, strict=True):
-                self._bytes[self._digest_at(start)] = self._digest(name, start)
+                trailer = self._trailer(start)
+                trailer[-_SEAL_NBYTES:] = _seal(name, trailer)
             heads = (HEAD.unpack_from(self._bytes, at + self._spec.object_nbytes) for at in starts)
             tenants = [head[3] for head in heads]
             put = self._stores.put(names, tenants, addresses, self._value_nbytes)
             return partial(bytes, put)
         answers = self._stores.get(names, addresses, self._value_nbytes)
-        return partial(self._compared, names, starts, answers)
+        return partial(self._verified, names, starts, answers)
 
-    def _compared(self, names: list[str], starts: list[int], answers: list[ValueStatus]) -> bytes:
+    def _verified(self, names: list[str], starts: list[int], answers: list[ValueStatus]) -> bytes:
         for i, (name, start) in enumerate(zip(names, starts, strict=True)):
-            if answers[i] == ValueStatus.DONE and (
-                self._bytes[self._digest_at(start)] != self._digest(name, start)
-            ):
+            if answers[i] == ValueStatus.DONE and not self._is_right(name, start):
                 answers[i] = ValueStatus.CORRUPT
         return bytes(answers)
 
-    def _digest_at(self, start: int) -> slice:
-        end = start + self._value_nbytes
-        return slice(end - DIGEST_NBYTES, end)
+    def _is_right(self, name: str, start: int) -> bool:
+        """Whether a value is that of the name, and its slices have the digests of its trailer."""
+        trailer = self._trailer(start)
+        if trailer[-_SEAL_NBYTES:] != _seal(name, trailer):
+            return False
+        digests = np.frombuffer(trailer, "<u8", self._spec.layers, HEAD.size)
+        for digest in digests.tolist():
+            end = start + self._slice_nbytes
+            if xxhash.xxh3_64_intdigest(self._bytes[start:end]) != digest:
+                return False
+            start = end
+        return True
 
-    def _digest(self, name: str, start: int) -> bytes:
-        digest = xxhash.xxh3_128(name.encode())
-        digest.update(self._bytes[start : self._digest_at(start).start])
-        return digest.digest()
+    def _trailer(self, start: int) -> memoryview:
+        return self._bytes[start + self._spec.object_nbytes : start + self._value_nbytes]
+
+
+def _seal(name: str, trailer: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(name.encode())
+    digest.update(trailer[:-_SEAL_NBYTES])
+    return digest.digest()
 
 
 def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:

@@ -105,9 +105,13 @@ class Catalogue(Owned):
         They are in the order of their slots.  Raises MediumError for records that cannot be read,
         DeviceTimeout.
         """
-        found: list[ObjectInfo] = []
+        return [info for info, _ in self.described(keys)]
+
+    def described(self, keys: Keys) -> list[tuple[ObjectInfo, np.void]]:
+        """As ``objects``, each with its record."""
+        found: list[tuple[ObjectInfo, np.void]] = []
         for slots, records in self._records(keys):
-            found += self._infos(slots, records)
+            found += zip(self._infos(slots, records), records.copy(), strict=True)
         return found
 
     @uninterrupted()

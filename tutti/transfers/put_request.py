@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, Keys, Rows, Slots
+from tutti.base.arrays import U32, U64, Keys, Rows, Slots
 from tutti.base.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
@@ -29,7 +29,8 @@ class PutRequest(NamedTuple):
     """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
 
     A predecessor of zeros is none.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
-    time in units of 64 s from which the objects are removed, 0 for never.
+    time in units of 64 s from which the objects are removed, 0 for never.  digests: of the slices
+    (n, layers), if they are known: nothing is hashed then.
     """
 
     keys: Keys
@@ -39,6 +40,7 @@ class PutRequest(NamedTuple):
     memory: PagedMemory
     tenant: int = 0
     expiry_64s: int = 0
+    digests: U64 | None = None
 
     @classmethod
     def chain(
@@ -91,11 +93,19 @@ class PutRequest(NamedTuple):
             self.memory,
             self.tenant,
             self.expiry_64s,
+            None if self.digests is None else self.digests[rows],
+        )
+
+    def digest_array(self, layers: int) -> U64:
+        """The digests, or an array (n, layers) for them."""
+        return (
+            np.empty((len(self.keys), layers), np.uint64) if self.digests is None else self.digests
         )
 
     @classmethod
     def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
-        """Requests over the same memory, of one namespace and expiry, one after another."""
+        """Requests of one kind (see PutPart.kind), one after another."""
+        digests = [request.digests for request in requests if request.digests is not None]
         return cls(
             np.concatenate([request.keys for request in requests]),
             np.concatenate([request.parents for request in requests]),
@@ -104,6 +114,7 @@ class PutRequest(NamedTuple):
             requests[0].memory,
             requests[0].tenant,
             requests[0].expiry_64s,
+            np.concatenate(digests) if digests else None,
         )
 
 
@@ -159,8 +170,9 @@ class PutPart(NamedTuple):
     @property
     def kind(self) -> tuple[int, ...]:
         """Parts of one kind can be written together."""
-        request = self.request
-        return id(request.memory), request.tenant, request.expiry_64s, self.progress.is_cut
+        request, is_hashed = self.request, self.request.digests is not None
+        own = id(request.memory), request.tenant, request.expiry_64s
+        return *own, is_hashed, self.progress.is_cut
 
 
 class OpenParts:

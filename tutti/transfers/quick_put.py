@@ -104,7 +104,9 @@ class QuickPuts:
         n, memory = len(request.pages), request.memory
         if n > self._most or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
-        if together.grant or memory.path is not None or request.tenant or request.expiry_64s:
+        if together.grant or memory.path is not None or request.digests is not None:
+            return None
+        if request.tenant or request.expiry_64s:
             return None
         assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
         assert request.depths.dtype == request.pages.dtype == np.uint32, "as native code reads them"

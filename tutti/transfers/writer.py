@@ -305,7 +305,7 @@ class Writer:
                 batch.slots,
                 batch.request.pages,
                 request.memory,
-                digests=batch.digests,
+                digests=batch.digests if request.digests is None else None,
                 held=together.grant is not None,  # of host memory alone
                 on_released=lambda job: self._data_written(batch, job.page_status, failed),
             )
@@ -320,7 +320,7 @@ class Writer:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core, request = self._core, together.request.take(rows)
         has_digests = core.config.verify != "off"
-        digests = np.empty((rows.size, core.layers), np.uint64) if has_digests else None
+        digests = request.digest_array(core.layers) if has_digests else None
         self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
         sequence = core.take_sequences(rows.size)
         placed = core.placer.place(
@@ -330,7 +330,7 @@ class Writer:
             there = np.setdiff1d(np.arange(placed.keys), placed.rows, assume_unique=True)
             self._present(together, rows[there])
             request, rows = request.take(placed.rows), rows[placed.rows]
-        digests = None if digests is None else digests[: rows.size]
+            digests = None if digests is None else digests[placed.rows]
         if request.tenant or request.expiry_64s:
             core.index.describe(placed.slots, tenant=request.tenant, expiry=request.expiry_64s)
         _, _, slots, sequences = placed
