@@ -86,6 +86,13 @@ class FaultyStore:
             self._path(name).write_bytes(self._memory[start : start + nbytes])
         return [ValueStatus.DONE] * len(names)
 
+    def remove(self, names: Sequence[str]) -> list[ValueStatus]:
+        self._begin("remove", names)
+        gone = [self._path(name).exists() for name in names]
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
+        return [ValueStatus.DONE if there else ValueStatus.ABSENT for there in gone]
+
 
 class Faults:
     """The folder of a FaultyStore, and what goes wrong in it."""

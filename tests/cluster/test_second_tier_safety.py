@@ -222,20 +222,21 @@ def test_an_object_stored_anew_while_it_is_copied_is_not_copied(
     """Its bytes may be others than those of the digests in the record that was read."""
     keys = some_keys(np.random.default_rng(seed), 2)
     with nodes(tmp_path, faults.config(), 1) as (node,):
-        tier = tier_of(node)
-        load = tier._load
+        outgoing = tier_of(node)._outgoing
+        load = outgoing._load
 
         def anew(own: Any) -> bool:
             monkeypatch.undo()
             loaded = load(own)
-            assert node.store.catalogue.delete(keys[:1]) == 1
+            (store,) = node.agent.pools.stores().values()
+            assert store.catalogue.delete(keys[:1]) == 1
             node.put(keys[:1])
             return loaded
 
-        monkeypatch.setattr(tier, "_load", anew)
+        monkeypatch.setattr(outgoing, "_load", anew)
         node.put(keys)
         node.load(keys)
-        until(lambda: tier._load == load and not node.remote()["queued_nbytes"], "not read")
+        node.settle("not_copied", 2)
         assert not [call for call in faults.calls() if call.startswith("put")]
 
 

@@ -61,6 +61,12 @@ class MooncakeStore:
         refused = dict.fromkeys(_REFUSED, ValueStatus.ABSENT)
         return [{0: ValueStatus.DONE, **refused}.get(code, ValueStatus.FAILED) for code in codes]
 
+    def remove(self, names: Sequence[str]) -> list[ValueStatus]:
+        """See RemoteStore; also what Mooncake has leased to readers."""
+        gone = {0: ValueStatus.DONE, _NOT_FOUND: ValueStatus.ABSENT}
+        codes = self._store.batch_remove(list(names), force=True)
+        return [gone.get(code, ValueStatus.FAILED) for code in codes]
+
 
 def _own_address(master: str) -> str:
     """The address of this machine that the master's network sees."""

@@ -1,4 +1,4 @@
-"""Keys that failed or were copied lately."""
+"""Keys that failed, were copied or were deleted lately."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class RecentKeys:
                 self._until_s[key] = until_s
                 self._until_s.move_to_end(key, last=False)
                 break
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forgets keys."""
+        for key in keys:
+            self._until_s.pop(key, None)
 
     def __contains__(self, key: bytes) -> bool:
         return self._until_s.get(key, 0.0) > self._now_s()

@@ -67,6 +67,9 @@ class RemoteStore(Protocol):
         ABSENT for what a tenant may not store.
         """
 
+    def remove(self, names: Sequence[str]) -> list[ValueStatus]:
+        """Removes values: DONE, or ABSENT for those that were not there."""
+
 
 @dataclass(frozen=True)
 class RemoteConfig:

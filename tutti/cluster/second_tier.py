@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,13 @@ import numpy.typing as npt
 from tutti.base.arrays import U32, Keys
 from tutti.base.breaker import Breaker
 from tutti.base.threads import start_thread
+from tutti.cluster.chain_parts import prefix, split
+from tutti.cluster.outgoing import Outgoing
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
-from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, VERSION
-from tutti.errors import KeyMissing, MediumError, PagesInUse, PoolClosed, RemoteFailed, TuttiError
+from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, REMOVE, VERSION
+from tutti.errors import PoolClosed, RemoteFailed, TuttiError
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.placement.index import MISSING
@@ -41,12 +44,17 @@ _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 _GETS = 2  # under way at a time: the digests of one are compared while the next is read
 _PARTS = 3  # of the staging memory: those of the gets, and one that the pool stores meanwhile
 _OFF = "off"
+_DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
+_REMOVED_S = 60.0  # a fetch that was under way, and the queue of removals, are over by then
+_REMOVALS_MAX = 1 << 17  # keys
 _Wait = Callable[[float], bool]
 
+#: What became of pages that were offered to be copied.
+COPIED = ("there", "replicated", "replicate_failed", "not_copied", "dropped", "refused")
 #: What ``stats()["remote"]`` counts; pages unless the name says otherwise.
 COUNTERS = (
-    "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_stored", "over_budget",
-    "late", "offered", "replicated", "replicate_failed", "dropped", "refused", "failures",
+    "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_stored", "over_budget", "late",
+    "fetch_dropped", "fetch_refused", "offered", *COPIED, "removed", "remove_failed", "failures",
     "local_failures",
 )  # fmt: skip
 
@@ -54,6 +62,13 @@ COUNTERS = (
 class _Work(NamedTuple):
     keys: Keys
     deadline_s: float
+
+
+class _Landing(NamedTuple):
+    """A put of fetched pages."""
+
+    keys: Keys
+    ticket: PutTicket
 
 
 class _Read(NamedTuple):
@@ -85,11 +100,15 @@ class Tier:
         )
         self._failed = RecentKeys(config.client_ttl_s, time.monotonic)
         self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
+        self._removed = RecentKeys(_REMOVED_S, time.monotonic)
+        self._outgoing = Outgoing(store, self._staging, self._settle_read)
         # What may still touch each part of the staging memory, until its call is True; a put.
-        self._in_use: list[list[tuple[_Wait, PutTicket | None]]] = [[] for _ in range(_PARTS)]
+        self._in_use: list[list[tuple[_Wait, _Landing | None]]] = [[] for _ in range(_PARTS)]
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
         self._offered: OrderedDict[bytes, None] = OrderedDict()
+        self._uncounted = 0  # pages of the copy that is under way
+        self._removals: deque[bytes] = deque()
         self._has_fetched = False  # in the last step
         self._changed = threading.Condition()
         self._stopping = False
@@ -113,13 +132,14 @@ class Tier:
         keys = keys[:KEYS_MAX].copy()
         first = keys[0].tobytes()
         with self._changed:
-            if first in self._fetching or first in self._failed:
+            if any(first in known for known in (self._fetching, self._failed, self._removed)):
                 return
             self._counts["missed"] += len(keys)
-            if self._refuses(len(keys), self._reads):
+            if self._refuses(self._reads):
+                self._counts["fetch_refused"] += len(keys)
                 return
             if len(self._wanted) >= _CHAINS_MAX:
-                self._counts["dropped"] += len(keys)
+                self._counts["fetch_dropped"] += len(keys)
                 return
             self._fetching.add(first)
             self._wanted.append(_Work(keys, time.monotonic() + self._config.timeout_s))
@@ -133,10 +153,11 @@ class Tier:
         room = self._config.queue_nbytes // self._store.layout.object_nbytes
         names = [key.tobytes() for key in keys]
         with self._changed:
-            known = (self._replicated, self._failed, self._offered)
+            known = (self._replicated, self._failed, self._offered, self._removed)
             new = [name for name in names if not any(name in k for k in known)]
             self._counts["offered"] += len(new)
-            if not new or self._refuses(len(new), self._writes):
+            if not new or self._refuses(self._writes):
+                self._counts["refused"] += len(new)
                 return
             self._offered.update(dict.fromkeys(new))
             while len(self._offered) > room:
@@ -149,10 +170,26 @@ class Tier:
         self.used(keys[outcome == Outcome.STORED], first=True)
         self.used(keys[outcome == Outcome.PRESENT])
 
-    def _refuses(self, pages: int, breaker: Breaker) -> bool:
-        refuses = self._stopping or self._is_off or breaker.state == "open"
-        self._counts["refused"] += pages * refuses
-        return refuses
+    def removing(self, keys: Keys) -> None:
+        """Keys (n, 16) are deleted from the pool now: their copies are removed too, later.
+
+        They are neither fetched nor copied for a minute.
+        """
+        names = [key.tobytes() for key in keys]
+        with self._changed:
+            self._removed.add(names)
+            self._replicated.discard(names)
+            for name in names:
+                if name in self._offered:
+                    del self._offered[name]
+                    self._counts["not_copied"] += 1
+            room = _REMOVALS_MAX - len(self._removals)
+            self._removals.extend(names[:room])
+            self._counts["remove_failed"] += len(names[room:])
+            self._changed.notify()
+
+    def _refuses(self, breaker: Breaker) -> bool:
+        return self._stopping or self._is_off or breaker.state == "open"
 
     def stats(self) -> dict[str, Any]:
         """Counters since the pool was opened, and the states of fetches and of copies."""
@@ -206,46 +243,81 @@ class Tier:
             self._changed.wait_for(lambda: self._stopping, self._config.client_ttl_s)
 
     def _step(self) -> None:
-        """Fetches one chain, or replicates a few pages; in turns, where both wait."""
+        """Removes what waits for that; then fetches one chain, or replicates a few pages, in turns
+        where both wait.
+        """
         if self._is_off:
             self._remote.kill()
             self._settle()
             self._is_off = False
         with self._changed:
-            if not self._wanted and not self._offered:
+            if not self._wanted and not self._offered and not self._removals:
                 self._changed.wait(_LOOK_S)
+            removals = [self._removals.popleft() for _ in range(min(KEYS_MAX, len(self._removals)))]
             fetches = self._wanted and not (self._offered and self._has_fetched)
             work = self._wanted.popleft() if fetches else None
             self._has_fetched = work is not None
             keys = self._next_offered() if work is None else work.keys
+        if removals:
+            self._remove(as_keys(removals))
         if len(keys):
             self._do(work, keys)
 
     def _do(self, work: _Work | None, keys: Keys) -> None:
         """Fetches a chain, or replicates keys."""
-        breaker = self._writes if work is None else self._reads
-        failures, self._answered = self._counts["failures"], False
+        if work is None:
+            self._copy(keys)
+            return
         try:
-            if breaker.state == "open":
-                self._count("refused", len(keys))
-            elif work is not None:
-                self._fetch(work)
-            else:
-                self._replicate(keys)
+            if self._attempt(self._reads, partial(self._fetch, work), keys) == _REFUSED:
+                self._count("fetch_refused", len(keys))
+        finally:
+            with self._changed:
+                self._fetching.discard(work.keys[0].tobytes())
+
+    def _copy(self, keys: Keys) -> None:
+        """Replicates keys, and counts what became of each."""
+        self._uncounted, fate = len(keys), "not_copied"
+        try:
+            end = self._attempt(self._writes, partial(self._replicate, keys), keys)
+            fate = {_REFUSED: "refused", _FAILED: "replicate_failed"}.get(end, fate)
+        finally:
+            self._count(fate, self._uncounted)
+
+    def _remove(self, keys: Keys) -> None:
+        """Removes copies from the remote store.  What fails is not tried again."""
+        left = len(keys)
+
+        def remove() -> None:
+            nonlocal left
+            failed = int((self._call(REMOVE, keys, None) == ValueStatus.FAILED).sum())
+            self._count("removed", left - failed)
+            left = failed
+
+        try:
+            self._attempt(self._writes, remove, as_keys([]))
+        finally:
+            self._count("remove_failed", left)
+
+    def _attempt(self, breaker: Breaker, work: Callable[[], None], keys: Keys) -> str:
+        """Works with keys unless its breaker is open; how that ended."""
+        failures, self._answered = self._counts["failures"], False
+        if breaker.state == "open":
+            return _REFUSED
+        try:
+            work()
             # Not after each call: a master may know pages whose servers are gone.
             if self._answered and self._counts["failures"] == failures:
                 breaker.success()
+            return _DONE
         except (StagingInUse, PoolClosed):
             raise
         except Exception as error:  # of this work alone: the tier goes on
-            known = isinstance(error, TuttiError)
+            known, remote = isinstance(error, TuttiError), isinstance(error, RemoteFailed)
             if not self._stopping:
                 _log.warning("the second tier failed: %s", error, exc_info=not known)
-            self._fail(keys, breaker if isinstance(error, RemoteFailed) or not known else None)
-        finally:
-            if work is not None:
-                with self._changed:
-                    self._fetching.discard(work.keys[0].tobytes())
+            self._fail(keys, breaker if remote or not known else None)
+            return _FAILED if remote else _BROKEN
 
     def _fail(self, keys: Any, breaker: Breaker | None) -> None:
         """Calls, or keys of one, have failed; without a breaker by a fault of this machine."""
@@ -258,6 +330,10 @@ class Tier:
         names = [key.tobytes() for key in keys]
         with self._changed:
             known.add(names)
+
+    @staticmethod
+    def _among(known: RecentKeys, keys: Keys) -> npt.NDArray[np.bool_]:
+        return np.array([key.tobytes() in known for key in keys], np.bool_)
 
     def _next_offered(self) -> Keys:
         n = min(self._part, len(self._offered))
@@ -277,16 +353,16 @@ class Tier:
             self._count("late", len(work.keys))
             return
         keys = self._not_there(work.keys)
-        may = [key.tobytes() not in self._failed for key in keys]
-        keys = _prefix(keys, np.array(may, np.bool_))
+        may = ~(self._among(self._failed, keys) | self._among(self._removed, keys))
+        keys = prefix(keys, may)
         if not len(keys):
             return
-        found = _prefix(keys, self._call(EXISTS, keys, None) == ValueStatus.DONE)
+        found = prefix(keys, self._call(EXISTS, keys, None) == ValueStatus.DONE)
         self._count("absent", len(keys) - len(found))
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
-        parts = _split(found, self._part)
+        parts = split(found, self._part)
         reads: deque[_Read] = deque()
         try:
             for number, keys in enumerate(parts):
@@ -325,7 +401,7 @@ class Tier:
             self._fail(keys[wrong], self._reads)
             # Late bytes of a failed read must not reach the next pages of the staging memory.
             self._remote.kill()
-        n = len(_prefix(keys, answers == ValueStatus.DONE))
+        n = len(prefix(keys, answers == ValueStatus.DONE))
         is_whole = self._put(keys[:n], pages[:n], part) == len(keys)
         if not is_whole:
             reads.clear()  # nothing is stored behind a hole
@@ -334,12 +410,12 @@ class Tier:
     def _put(self, keys: Keys, pages: U32, part: int) -> int:
         """Stores verified staging pages in the pool, one put per namespace and expiry.
 
-        How many, up to the first that has expired or is of another version.
+        How many, up to the first that has expired, was deleted or is of another version.
         """
         heads = [self._staging.head(int(page)) for page in pages]
         now_64s = time.time() / EXPIRY_UNIT_S
         usable = [head[5] == VERSION and not 0 < head[4] <= now_64s for head in heads]
-        n = len(_prefix(keys, np.array(usable, np.bool_)))
+        n = len(prefix(keys, np.array(usable, np.bool_) & ~self._among(self._removed, keys)))
         self._count("absent", len(keys) - n)
         kinds = [(head[3], head[4]) for head in heads]
         for (tenant, expiry), group in itertools.groupby(range(n), key=kinds.__getitem__):
@@ -351,7 +427,7 @@ class Tier:
             request = PutRequest(keys[rows], parents, depths, pages[rows], *of)
             self._store.catalogue.expiry.watch(expiry > 0)
             ticket = self._store.put_request(request)
-            self._in_use[part].append((ticket.wait_ended, ticket))
+            self._in_use[part].append((ticket.wait_ended, _Landing(keys[rows], ticket)))
         return n
 
     def _settle(self, *parts: int) -> None:
@@ -363,11 +439,18 @@ class Tier:
         while uses := next(filter(None, (self._in_use[part] for part in parts)), None):
             if not uses[0][0](2 * self._store.config.timeout_s):
                 raise StagingInUse("the pool's medium does not answer; staging stays in use")
-            _, put = uses.pop(0)
-            if put is not None:
-                landed = int(np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT)).sum())
-                self._count("fetched", landed)
-                self._count("not_stored", len(put.outcome) - landed)
+            _, landing = uses.pop(0)
+            if landing is not None:
+                self._landed(*landing)
+
+    def _landed(self, keys: Keys, put: PutTicket) -> None:
+        """A put of fetched pages is over."""
+        landed = np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT))
+        self._count("fetched", int(landed.sum()))
+        self._count("not_stored", int((~landed).sum()))
+        stored = keys[put.outcome == Outcome.STORED]
+        if len(gone := stored[self._among(self._removed, stored)]):
+            self._store.catalogue.delete(gone)  # they were deleted while they landed
 
     def _replicate(self, keys: Keys) -> None:
         self._remote.connect()
@@ -375,65 +458,25 @@ class Tier:
             return
         there = self._call(EXISTS, keys, None) == ValueStatus.DONE
         self._remember(self._replicated, keys[there])
-        own = self._read(keys[~there])
+        self._copied("there", int(np.count_nonzero(there)))
+        own = self._outgoing.read(keys[~there])
         if not len(own):
             return
+        self._copied("not_copied", self._uncounted - len(own))
         answers = self._call(PUT, own, np.arange(len(own), dtype=np.uint32))
         done = answers == ValueStatus.DONE
         self._remember(self._replicated, own[done])
-        self._count("replicated", int(np.count_nonzero(done)))
-        self._count("replicate_failed", int(np.count_nonzero(~done)))
+        self._copied("replicated", int(np.count_nonzero(done)))
+        self._copied("replicate_failed", int(np.count_nonzero(~done)))
         self._remember(self._failed, own[~done])
         failed = answers == ValueStatus.FAILED  # the others: a tenant's quota is no fault
         if failed.any():
             self._fail(own[failed], self._writes)
 
-    def _read(self, keys: Keys) -> Keys:
-        """Reads objects of the pool into the first staging pages, with their trailers.
-
-        Those that may be copied, in the order of these pages; none if one of them was not right.
-        """
-        found = self._store.catalogue.described(keys)
-        found = [
-            (i, r) for i, r in found if i.has_digests and (i.expires_s is None or i.expires_s > 0)
-        ]
-        now_s, layers = time.time(), self._store.layout.layers
-        own = as_keys([info.key for info, _ in found])
-        if not found or not self._load(own):
-            return own[:0]
-        for page, (info, record) in enumerate(found):
-            until_s = 0 if info.expires_s is None else now_s + info.expires_s
-            expiry = round(until_s / EXPIRY_UNIT_S)
-            names = (info.key, info.parent, info.depth, info.tenant)
-            self._staging.set_head(page, *names, expiry, VERSION)
-            self._staging.digests(page)[:] = record["digests"][:layers]
-        with self._store._core.lock:
-            index = self._store._core.index
-            slots = index.find(own)
-            same = index.sequence[slots] == [record["sequence"] for _, record in found]
-        # An object that was stored anew meanwhile may have other bytes than its record told.
-        return own if same.all() and (slots != MISSING).all() else own[:0]
-
-    def _load(self, keys: Keys) -> bool:
-        """Loads objects into the first staging pages; whether all were right."""
-        pages = np.arange(len(keys), dtype=np.uint32)
-        try:
-            ticket = self._store.load(keys, pages, memory=self._staging, ahead=True)
-        except KeyMissing:
-            return False  # evicted meanwhile
-        except PagesInUse as error:
-            self._in_use[0].append((error.wait_settled, None))
-            self._settle(0)
-            return False
-        self._in_use[0].append((ticket.wait_settled, None))
-        try:
-            ticket.wait_settled(2 * self._store.config.timeout_s)
-            ticket.wait(_LOOK_S)
-        except MediumError:
-            return False
-        finally:
-            self._settle(0)
-        return True
+    def _settle_read(self, wait: _Wait) -> None:
+        """Waits until pages that were read for a copy may be overwritten.  Raises StagingInUse."""
+        self._in_use[0].append((wait, None))
+        self._settle(0)
 
     def _not_there(self, keys: Keys) -> Keys:
         """Without those that are in the pool by now."""
@@ -442,25 +485,10 @@ class Tier:
             missing: npt.NDArray[np.bool_] = core.index.find(keys) == MISSING
         return keys[missing]
 
+    def _copied(self, fate: str, pages: int) -> None:
+        self._count(fate, pages)
+        self._uncounted -= pages
+
     def _count(self, name: str, pages: int) -> None:
         with self._changed:
             self._counts[name] += pages
-
-
-def _split(keys: Keys, most: int) -> list[Keys]:
-    """Parts to get.  Those at the end are small, as the last one lands while no other is read.
-
-    Not below a third of the most, as each get has a cost of its own.
-    """
-    parts, least = [], -(-most // 3)
-    while len(keys):
-        size = min(most, max(-(-len(keys) // 2), least))
-        parts.append(keys[:size])
-        keys = keys[size:]
-    return parts
-
-
-def _prefix(keys: Keys, good: npt.NDArray[np.bool_]) -> Keys:
-    """Keys before the first that is not good."""
-    wrong = np.flatnonzero(~good)
-    return keys[: wrong[0]] if wrong.size else keys

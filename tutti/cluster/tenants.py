@@ -46,6 +46,12 @@ class TenantStores:
         own = [tenant if tenant in self._stores else OTHERS for tenant in tenants]
         return self._each(own, names, addresses, lambda store, *own: store.put(*own, nbytes))
 
+    def remove(self, names: Sequence[str]) -> list[ValueStatus]:
+        """See RemoteStore; of all tenants."""
+        each = list(zip(*(store.remove(names) for store in self._stores.values()), strict=True))
+        order = (ValueStatus.FAILED, ValueStatus.DONE)
+        return [next((s for s in order if s in own), ValueStatus.ABSENT) for own in each]
+
     def _each(
         self,
         tenants: Sequence[int],

@@ -40,7 +40,7 @@ VERSION = 2
 #: XXH3-64 of the slice of each layer; and XXH3-128 of the name and these.
 HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sIIII")
 _SEAL_NBYTES = 16
-EXISTS, GET, PUT = range(3)
+EXISTS, GET, PUT, REMOVE = range(4)
 #: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
 REQUEST = struct.Struct("<IBI")
 #: Before each answer: OK or ERROR, and the number of its call; 0 for each store at the start.
@@ -104,6 +104,8 @@ class Worker:
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
         if op == EXISTS:
             return partial(bytes, self._stores.exists(names))
+        if op == REMOVE:
+            return partial(bytes, self._stores.remove(names))
         pages = np.frombuffer(request, "<u4", n, REQUEST.size + n * KEY_NBYTES)
         starts = [int(page) * self._spec.stride_nbytes for page in pages]
         addresses = [self._base + start for start in starts]

@@ -67,8 +67,10 @@ def _objects(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
 
 
 def _delete(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    timeout_s = min(float(arguments.get("seconds", 30.0)), _DELETE_MAX_S)
-    return session.service.store.catalogue.delete(_keys(arguments), timeout_s=timeout_s)
+    timeout_s, keys = min(float(arguments.get("seconds", 30.0)), _DELETE_MAX_S), _keys(arguments)
+    if session.service.tier is not None:
+        session.service.tier.removing(keys)  # first: a look-up must not fetch them back meanwhile
+    return session.service.store.catalogue.delete(keys, timeout_s=timeout_s)
 
 
 def _pin(session: ClientSession, arguments: Mapping[str, Any]) -> Any:

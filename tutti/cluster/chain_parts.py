@@ -1,0 +1,27 @@
+"""Parts of chains of keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti.base.arrays import Keys
+
+
+def split(keys: Keys, most: int) -> list[Keys]:
+    """Parts to get.  Those at the end are small, as the last one lands while no other is read.
+
+    Not below a third of the most, as each get has a cost of its own.
+    """
+    parts, least = [], -(-most // 3)
+    while len(keys):
+        size = min(most, max(-(-len(keys) // 2), least))
+        parts.append(keys[:size])
+        keys = keys[size:]
+    return parts
+
+
+def prefix(keys: Keys, good: npt.NDArray[np.bool_]) -> Keys:
+    """Keys before the first that is not good."""
+    wrong = np.flatnonzero(~good)
+    return keys[: wrong[0]] if wrong.size else keys
