@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ import tutti
 from store.pools import some_keys
 from tutti.cli import main
 from tutti.medium.layout import KVLayout
+from tutti.medium.slot_record import tenant_of
+from tutti.transfers.put_limits import Quota
+from tutti.transfers.store_config import StoreConfig
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main([*argv, "--json"]) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
@@ -28,7 +32,8 @@ def test_chains_are_listed_pinned_and_removed(
     rng = np.random.default_rng(seed)
     keys = some_keys(rng, 6)
     first, members = keys[0].tobytes().hex(), []
-    with running(tmp_path) as agent:
+    quotas = (Quota("team", 1 << 20),)
+    with running(tmp_path, config=StoreConfig(quotas=quotas)) as agent:
         if where == "agent":
             pool, store = f"unix:{agent.path}", agent.connect()
         else:
@@ -42,14 +47,20 @@ def test_chains_are_listed_pinned_and_removed(
         store.put(keys[5:], [5], namespace="team").wait(30)
         store.close()
 
-        def on(command: str, *words: str) -> dict[str, object]:
+        def on(command: str, *words: str) -> dict[str, Any]:
             return run(capsys, command, pool, *words, *members)
 
         found = on("ls")
         assert (found["objects"], found["chains"]) == (6, 3)
-        assert on("ls", "--namespace", "team")["objects"] == 1
+        of_team = on("ls", "--namespace", "team")
+        assert of_team["objects"] == 1
+        assert [info["namespace"] for info in of_team["listed"]] == ["team"]
+        # A name comes from the agent's quotas; a pool has only the number.
+        name = "team" if where == "agent" else f"#{tenant_of('team')}"
+        assert sorted(info["namespace"] for info in found["listed"]) == [""] * 5 + [name]
         assert main(["ls", pool, *members]) == 0
-        assert first in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert first in shown and "namespace" in shown and name in shown
         assert on("pin", first, "--chain", "--ttl", "600") == {"pinned": 5}
         listed = on("ls")["listed"]
         assert isinstance(listed, list)

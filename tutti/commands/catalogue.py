@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.medium.slot_record import tenant_of
 from tutti.node.connect import AGENT, connect, pools
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
@@ -136,18 +137,24 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
     with _opened(args, name) as store:
         infos = store.catalogue.objects(store.catalogue.keys(args.namespace))
         page_size = store.layout.page_size
+        names = {tenant_of(each): each for each in store.stats().get("namespaces", ())}
+    if args.namespace is not None:
+        names[tenant_of(args.namespace)] = args.namespace
     chains = chains_of(infos)
     chains.sort(key=len, reverse=True)
     shown = chains[: args.limit]
-    rows = [_row(chain, page_size) for chain in shown]
-    headings = ("first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires")
+    rows = [_row(chain, page_size, names) for chain in shown]
+    headings = (
+        *("first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires"),
+        "namespace",
+    )
     text = facts(
         [
             ("objects", f"{len(infos)}, {format_nbytes(sum(info.nbytes for info in infos))}"),
             ("chains", f"{len(chains)}, {len(shown)} shown"),
         ]
     )
-    objects = [_numbers(info) for chain in shown for info in chain]
+    objects = [_numbers(info, names) for chain in shown for info in chain]
     return CommandResult(
         {"objects": len(infos), "chains": len(chains), "listed": objects},
         f"{text}\n\n{table(headings, rows)}" if rows else text,
@@ -211,7 +218,7 @@ def import_(args: argparse.Namespace) -> CommandResult:
     return CommandResult(dict(vars(result)), text, EXIT_FAILED if result.dropped else EXIT_OK)
 
 
-def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:
+def _row(chain: list[ObjectInfo], page_size: int, names: Mapping[int, str]) -> tuple[object, ...]:
     expiries = [info.expires_s for info in chain if info.expires_s is not None]
     return (
         chain[0].key.hex(),
@@ -222,11 +229,18 @@ def _row(chain: list[ObjectInfo], page_size: int) -> tuple[object, ...]:
         sum(info.hits for info in chain),
         sum(info.pinned for info in chain),
         f"{min(expiries)} s" if expiries else "never",
+        ", ".join(sorted({_namespace(info.tenant, names) for info in chain} - {""})),
     )
 
 
-def _numbers(info: ObjectInfo) -> dict[str, object]:
-    return {**vars(info), "key": info.key.hex(), "parent": info.parent.hex()}
+def _numbers(info: ObjectInfo, names: Mapping[int, str]) -> dict[str, object]:
+    key, parent = info.key.hex(), info.parent.hex()
+    return {**vars(info), "key": key, "parent": parent, "namespace": _namespace(info.tenant, names)}
+
+
+def _namespace(tenant: int, names: Mapping[int, str]) -> str:
+    """The name, as far as it is known: a pool has only numbers."""
+    return names.get(tenant, f"#{tenant}") if tenant else ""
 
 
 def _chosen(store: Store, args: argparse.Namespace) -> Keys:
