@@ -13,6 +13,7 @@ _ROWS = (
     ("bytes verified", "bytes compared with what their key stands for"),
     ("kills", "processes killed by SIGKILL"),
     ("agents killed", "agents of a node killed by SIGKILL"),
+    ("agents stopped", "agents of a node stopped, and continued later"),
     ("clients killed", "clients of an agent killed by SIGKILL"),
     ("pages loaded through agents", "pages that clients of an agent loaded, compared"),
     ("pages stored through agents", "pages that clients of an agent stored"),

@@ -1,4 +1,4 @@
-"""The node's agent and its clients, killed while four processes store and load through it."""
+"""The node's agent and its clients, killed or stopped while four processes use it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ import tutti
 from tutti import cli
 
 CLIENTS = 4
-KILLS = 8  # of an episode
+KILLS = 8  # and hangs, of an episode
+HANGS = 0.25  # share of them
 THROUGH_MAX_S = 120.0  # until every client has moved pages again
+HANG_MAX_S = 120.0  # until every client has gone on without the agent
 CHECK_MAX_S = 240.0
 #: Relative, because the path of a socket has at most 107 bytes.
 SOCKET, POOLS, LOG = "socket", "pools", "acknowledged"
@@ -40,6 +42,7 @@ class Campaign:
         self._agent = Child(self._serve)
         self._clients = [self._client() for _ in range(CLIENTS)]
         self._through: set[Child] = set()
+        self._turns: Counter[Child] = Counter()
 
     def run(self) -> None:
         self._wait_for_all()
@@ -48,7 +51,10 @@ class Campaign:
                 self._hear(lambda: False, float(self.rng.uniform(0, 0.3)))
             else:
                 self._wait_for_all()
-            self._kill_one()
+            if self.rng.random() < HANGS:
+                self._hang()
+            else:
+                self._kill_one()
         self._wait_for_all()
         for child in (*self._clients, self._agent):
             self._end(child)
@@ -73,6 +79,21 @@ class Campaign:
             self._clients[victim] = self._client()
         self.tally["agents killed" if agent_dies else "clients killed"] += 1
 
+    def _hang(self) -> None:
+        """The agent stops for a while; its clients go on, without its pages."""
+        self._wait_for_all()  # none is still looking for its first agent
+        os.kill(self._agent.pid, signal.SIGSTOP)
+        try:
+            self._hear(lambda: True, 0.0)
+            self._turns.clear()
+            # The first turn may have begun before.
+            if not self._hear(lambda: all(self._turns[c] > 1 for c in self._clients), HANG_MAX_S):
+                raise Finding(f"a client waits longer than {HANG_MAX_S:g} s for a stopped agent")
+        finally:
+            os.kill(self._agent.pid, signal.SIGCONT)
+        self._through.clear()
+        self.tally["agents stopped"] += 1
+
     def _wait_for_all(self) -> None:
         """Until each client has moved pages since the last kill."""
         if not self._hear(lambda: self._through.issuperset(self._clients), THROUGH_MAX_S):
@@ -93,6 +114,7 @@ class Campaign:
     def _count(self, child: Child, counts: dict[str, int]) -> None:
         if counts["wrong"]:
             raise Finding(f"{counts['wrong']} pages have other bytes than their keys stand for")
+        self._turns[child] += 1
         if counts["loaded"] or counts["stored"]:
             self._through.add(child)
         self.tally["bytes verified"] += counts["loaded"] * LAYOUT.object_nbytes
