@@ -137,7 +137,7 @@ gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it
 # Only on a machine with no other work; commits that changed code since make old results stale.
 BENCH_DIR ?= .
 .PHONY: bench
-bench: $(VENV)/.test sglang-venv build/view ## every result of the store anew, BENCH_DIR=... on the drive, TRACE=... for the replay
+bench: $(VENV)/.test sglang-venv mooncake build/view ## every result of the store anew, BENCH_DIR=... on the drive, TRACE=... for the replay
 	-$(PY) -m tutti.bench.store_results --dir $(BENCH_DIR) $(if $(TRACE),--trace $(TRACE)) \
 	  --sglang "$(CPU_SGLANG)" $(if $(ONLY),--only $(ONLY))
 	PYTHONPATH=build/view $(PY) -m tutti.bench.summary docs/results.md bench/results

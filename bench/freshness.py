@@ -83,7 +83,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
         *("bench/ring.py", "bench/controller_memory.py"),
     ),
-    "second_tier": (*_TRANSFERS, "tutti/cluster", "bench/second_tier.py", "bench/pool_file.py"),
+    "second_tier": (
+        *(*_TRANSFERS, "tutti/cluster", "bench/pool_file.py"),
+        *(f"bench/{name}.py" for name in ("second_tier", "mooncake_cluster", "mooncake_reader")),
+    ),
     "serving": (
         *_TRANSFERS,
         *("integration/sglang", "bench/yardsticks/serving.py"),

@@ -9,58 +9,54 @@ turn, what bounds any tier that keeps what it fetches: the same batch get while 
 many pages that it has in memory, until both are over; and gets of an eighth each, of which one
 thread hashes and writes the last while the next is under way.  Each round begins with another.
 
-CPU time of all of them is counted too, with that of the cluster's processes on this machine.  A
-cluster must run already.
+CPU time of all of them is counted too, with that of the cluster's processes on this machine.  How
+many keys a second the master answers (batch exists) is measured in a loop of its own.  Without
+``--remote`` a cluster is started here.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from tutti.arguments import natural, nbytes, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import ProgressFactory, table
-from tutti.base.units import GiB
+from tutti.base.units import GiB, format_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
+from tutti.bench.mooncake_reader import ASKED, Reader
 from tutti.bench.pool_file import temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.second_tier import Tier
-from tutti.cluster.worker import NICE, trailer_nbytes
+from tutti.cluster.worker import trailer_nbytes
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import PutTicket
 
+HEAD = ("fetching by", "GB/s", "tier over it", "bar", "CPU s/GB")
 _LAYERS = 16
+_SEGMENT_NBYTES_MIN = 64 << 20
 _WAIT_S = 60.0
 _POLL_S = 0.001
 _LOADS, _LOAD_PAGES = 200, 4
-_PARTS = 8
 _FETCHES = ("tier", "mooncake")
-_END = "end"
 #: What happens beside local loads; "again" is idle too, so that it shows the noise.
 _BESIDE = ("idle", "again", "asking", "fetching", "mooncake", "storing")
-#: Whose CPU time is counted: the process of the pool, the thread that calls Mooncake and waits in a
-#: loop without sleep, the other threads of its process, and the cluster's processes.
-_CPU = ("pool", "caller", "client", "servers")
 
 
 def _until(done: Callable[[], bool], what: str) -> None:
@@ -75,7 +71,8 @@ class Fetcher:
     """A pool with a second tier that has its pages."""
 
     def __init__(self, store: ObjectStore, config: RemoteConfig, keys: Keys) -> None:
-        self.store, self.tier, self.keys = store, Tier(store, config), keys
+        self.store, self.config, self.keys = store, config, keys
+        self.tier = Tier(store, config)
 
     def publish(self, seed: int) -> None:
         """Stores the pages, and waits until the remote store has them."""
@@ -179,151 +176,6 @@ class Local:
             return not self._fetcher.tier._fetching and (self._put is None or self._put.done)
 
 
-class Direct:
-    """A client of Mooncake that reads the same values into registered memory."""
-
-    def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
-        from tutti.cluster.mooncake import MooncakeStore
-
-        self._names, self._nbytes = names, nbytes
-        self._memory = np.zeros(nbytes * len(names), np.uint8)
-        base = int(self._memory.ctypes.data)
-        self._addresses = [base + i * nbytes for i in range(len(names))]
-        self._store = MooncakeStore(config.options, base, self._memory.nbytes)
-
-    def get_s(self) -> float:
-        """Seconds of one batch get."""
-        start_s = time.monotonic()
-        self._get(0, len(self._names))
-        return time.monotonic() - start_s
-
-    def digests_s(self) -> float:
-        """Seconds of hashing all values."""
-        start_s = time.monotonic()
-        self._hash(self._memory)
-        return time.monotonic() - start_s
-
-    def _hash(self, values: NDArray[np.uint8]) -> None:
-        for start in range(0, values.size, self._nbytes):
-            xxhash.xxh3_128(values.data[start : start + self._nbytes]).digest()
-
-    def keep_s(self, path: Path) -> float:
-        """Seconds of gets in parts; a thread hashes and writes each while the next is read."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        base, step = self._addresses[0], -(-len(self._names) // _PARTS)
-
-        def keep(first: int, last: int) -> None:
-            part = self._memory[first * self._nbytes : last * self._nbytes]
-            self._hash(part)
-            os.pwrite(fd, part.data, self._addresses[first] - base)
-
-        try:
-            start_s = time.monotonic()
-            with ThreadPoolExecutor(1) as thread:
-                kept = []
-                for first in range(0, len(self._names), step):
-                    last = min(first + step, len(self._names))
-                    self._get(first, last)
-                    kept.append(thread.submit(keep, first, last))
-                for part in kept:
-                    part.result(_WAIT_S)
-            os.fdatasync(fd)
-            return time.monotonic() - start_s
-        finally:
-            os.close(fd)
-            path.unlink()
-
-    def _get(self, first: int, last: int) -> None:
-        names, addresses = self._names[first:last], self._addresses[first:last]
-        if any(self._store.get(names, addresses, self._nbytes)):
-            raise DeviceTimeout("Mooncake did not deliver all values; give its servers more memory")
-
-
-class Reader:
-    """A process, as nice as the tier's, with a Direct."""
-
-    def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._peer, other = context.Pipe()
-        process = context.Process(target=_read, args=(config, names, nbytes, other), daemon=True)
-        process.start()
-        other.close()
-        assert process.pid is not None
-        self.pid = process.pid
-        self._reads = False
-        self.call("get_s")  # opens connections
-
-    def call(self, name: str, *arguments: object) -> float:
-        """Seconds of a call of Direct."""
-        self._peer.send((name, *arguments))
-        if not self._peer.poll(_WAIT_S):
-            raise DeviceTimeout("the process that reads from Mooncake does not; is it set up?")
-        return float(self._peer.recv())
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._peer.send(_END)
-
-    def go(self, reads: bool) -> None:
-        """Reads from now on, or has ended reading on return."""
-        if reads:
-            self._peer.send(None)
-        elif self._reads:
-            self.call("get_s")
-        self._reads = reads
-
-
-def _read(config: RemoteConfig, names: Sequence[str], nbytes: int, peer: Connection) -> None:
-    os.nice(NICE)
-    direct = Direct(config, names, nbytes)
-    with contextlib.suppress(EOFError):  # the bench has ended
-        for request in iter(peer.recv, _END):
-            if request is None:
-                while not peer.poll():  # bounded by go()
-                    direct.get_s()
-            else:
-                peer.send(getattr(direct, request[0])(*request[1:]))
-    os._exit(0)  # Mooncake's destructors may wait for peers that have gone
-
-
-class CpuTime:
-    """CPU seconds of the processes that take part, see _CPU.
-
-    client: a process whose first thread calls Mooncake.
-    """
-
-    def __init__(self, config: RemoteConfig, client: int) -> None:
-        port = config.options["master_server_address"].rpartition(":")[2]
-        found = [path for path in Path("/proc").glob("[0-9]*") if _serves(path, port)]
-        self._servers = [int(path.name) for path in found]
-        self._client = client
-
-    def read(self) -> NDArray[np.float64]:
-        """In the order of _CPU."""
-        threads = _thread_seconds(self._client)
-        caller = threads.pop(self._client, 0.0)
-        servers = sum(sum(_thread_seconds(pid).values()) for pid in self._servers)
-        return np.array([time.process_time(), caller, sum(threads.values()), servers])
-
-
-def _serves(process: Path, port: str) -> bool:
-    """Whether this is a master of this port, or a segment server of it."""
-    try:
-        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False  # it has ended
-    ends = (f":{port}", f"--rpc_port={port}")
-    return Path(words[0]).name.startswith("mooncake_") and any(w.endswith(ends) for w in words)
-
-
-def _thread_seconds(pid: int) -> dict[int, float]:
-    seconds = {}
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
-            seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-    return seconds
-
-
 def _measure(
     calls: Mapping[str, tuple[Callable[[], float], CpuTime]],
     rounds: int,
@@ -368,14 +220,14 @@ def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict
     whose digests and puts cost what they cost alone, and which costs nothing else.
     """
     per_gb = {name: np.median(np.array(rows), axis=0) / gigabytes for name, rows in cpu.items()}
-    busy = {name: [row.sum() - row[_CPU.index("caller")] for row in cpu[name]] for name in cpu}
+    busy = {name: [row.sum() - row[CPU.index("caller")] for row in cpu[name]] for name in cpu}
     cores = len(os.sched_getaffinity(0))
     get_s = float(np.median(busy["mooncake"])) / gigabytes
     landing_s = float(per_gb["digests"].sum() + per_gb["store"].sum())
     bound = {name: cores * gigabytes / float(np.median(busy[name])) for name in _FETCHES}
     return {
         "cpu_s_per_gb": {
-            name: dict(zip(_CPU, map(float, row), strict=True)) for name, row in per_gb.items()
+            name: dict(zip(CPU, map(float, row), strict=True)) for name, row in per_gb.items()
         },
         "cpu_ratio": bootstrap_median(ratios(busy["mooncake"], busy["tier"])).to_dict(),
         "cpu_ratio_bound": get_s / (get_s + landing_s),
@@ -387,7 +239,7 @@ def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench second-tier`."""
     parser.add_argument(
-        "--remote", required=True, metavar="mooncake://HOST:PORT", help="the cluster's store"
+        "--remote", metavar="mooncake://HOST:PORT", help="a cluster that runs (default: an own one)"
     )
     parser.add_argument("--dir", type=Path, default=".", help="folder for the pool")
     parser.add_argument("--pages", type=positive, default=128, help="pages of 1 MiB")
@@ -407,56 +259,41 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     Raises ConfigError for an address that is none, Unsupported without Mooncake's client.
     """
     start_s = time.monotonic()
-    config = RemoteConfig.parse(args.remote)
+    remote = args.remote and RemoteConfig.parse(args.remote)
     if importlib.util.find_spec("mooncake") is None:
         raise Unsupported("this bench needs Mooncake's client: pip install 'tutti-kv[cluster]'")
     layout = KVLayout.mha(
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
     )
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
-    gigabytes = args.pages * layout.object_nbytes / 1e9
-    with (
-        temporary_pool([str(args.dir / "second-tier.tutti")], layout, args.capacity) as pool,
-        progress("second tier", 2 * args.rounds + 1) as bar,
-    ):
-        fetcher = Fetcher(pool, config, keys)
-        try:
-            fetcher.publish(args.seed)
-            prefix = name_prefix(config, layout)
-            names = [prefix + key.tobytes().hex() for key in keys]
-            reader = Reader(config, names, layout.object_nbytes + trailer_nbytes(_LAYERS))
-            memory = pool.allocate_memory(args.pages)
-            get = partial(reader.call, "get_s")
-            cpu = CpuTime(config, reader.pid)
-            path = args.dir / "second-tier.kept"
-            seconds, spent = _measure(
-                {
-                    "tier": (fetcher.fetch_s, CpuTime(config, fetcher.worker)),
-                    "mooncake": (get, cpu),
-                    "mooncake_and_store": (partial(fetcher.store_beside, memory, get), cpu),
-                    "mooncake_and_write": (partial(reader.call, "keep_s", path), cpu),
-                    "store": (partial(fetcher.store_beside, memory, lambda: None), cpu),
-                    "digests": (partial(reader.call, "digests_s"), cpu),
-                },
-                args.rounds,
-                bar.advance,
-            )
-            pool.unregister(memory)
-            local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
-            for _ in range(args.rounds):
-                local.measure()
-                bar.advance(1)
-            reader.close()
-        finally:
-            fetcher.tier.close()
+    with ExitStack() as stack:
+        pool_file = str(args.dir / "second-tier.tutti")
+        pool = stack.enter_context(temporary_pool([pool_file], layout, args.capacity))
+        bar = stack.enter_context(progress("second tier", 2 * args.rounds + 1))
+        if not remote:
+            nbytes = max(_SEGMENT_NBYTES_MIN, 2 * args.pages * layout.object_nbytes)
+            remote = RemoteConfig.parse(stack.enter_context(own_cluster(nbytes)))
+        fetcher = Fetcher(pool, remote, keys)
+        stack.callback(fetcher.tier.close)
+        fetcher.publish(args.seed)
+        names = [name_prefix(remote, layout) + key.tobytes().hex() for key in keys]
+        reader = Reader(remote, names, layout.object_nbytes + trailer_nbytes(_LAYERS))
+        stack.callback(reader.close)
+        measured = _fetched(fetcher, reader, args, bar.advance)
+        rates = [ASKED / reader.call("exists_s") for _ in range(args.rounds)]
+        local = Local(fetcher, reader, np.random.default_rng(args.seed + 1))
+        for _ in range(args.rounds):
+            local.measure()
+            bar.advance(1)
     return {
         "benchmark": "second_tier",
         "machine": describe(args.dir),
         "pages": args.pages,
         "page_nbytes": layout.object_nbytes,
         "took_s": time.monotonic() - start_s,
-        **_throughput(seconds, gigabytes),
-        **_cpu(spent, gigabytes),
+        **measured,
+        "exists_keys_per_call": ASKED,
+        "exists_keys_per_s": rates,
         "local_p99_ms": local.p99_ms,
         "local_p99_ratio": {
             name: bootstrap_median(ratios(local.p99_ms[name], local.p99_ms["idle"])).to_dict()
@@ -466,27 +303,72 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """For people."""
-    rates = [
-        (
+def _fetched(
+    fetcher: Fetcher, reader: Reader, args: argparse.Namespace, advance: Callable[[int], object]
+) -> dict[str, Any]:
+    """Throughput and CPU time."""
+    pool, get = fetcher.store, partial(reader.call, "get_s")
+    memory = pool.allocate_memory(args.pages)
+    cpu = CpuTime(fetcher.config, reader.pid)
+    path = args.dir / "second-tier.kept"
+    seconds, spent = _measure(
+        {
+            "tier": (fetcher.fetch_s, CpuTime(fetcher.config, fetcher.worker)),
+            "mooncake": (get, cpu),
+            "mooncake_and_store": (partial(fetcher.store_beside, memory, get), cpu),
+            "mooncake_and_write": (partial(reader.call, "keep_s", path), cpu),
+            "store": (partial(fetcher.store_beside, memory, lambda: None), cpu),
+            "digests": (partial(reader.call, "digests_s"), cpu),
+        },
+        args.rounds,
+        advance,
+    )
+    pool.unregister(memory)
+    gigabytes = args.pages * pool.layout.object_nbytes / 1e9
+    return {**_throughput(seconds, gigabytes), **_cpu(spent, gigabytes)}
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    """The table below HEAD."""
+    ratio = {"tier": None, "mooncake": result["ratio"]}
+    rates: list[list[object]] = [
+        [
             name,
             f"{median(result[f'{name}_gb_per_s']):.2f}",
-            interval_text(result.get("ratio" if name == "mooncake" else f"ratio_to_{name}")),
+            interval_text(ratio.get(name, result.get(f"ratio_to_{name}"))),
+            f"{result['bar']:g}" if name == "mooncake" else "",
             f"{sum(cpu.values()) - cpu['caller']:.2f}",
-        )
+        ]
         for name, cpu in result["cpu_s_per_gb"].items()
     ]
+    if result["ratio"]["median"] < result["bar"]:
+        rates[1][3] = f"{result['bar']:g}, not reached"
+    return rates
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say."""
+    bar, ratio = result["local_bar"], result["local_p99_ratio"]
     local = [
-        (name, f"{median(times):.2f}", interval_text(result["local_p99_ratio"].get(name)))
+        f"{name} {median(times):.2f} ms"
+        + (f", {interval_text(ratio[name])} times idle" if name in ratio else "")
         for name, times in result["local_p99_ms"].items()
     ]
-    return "\n".join(
-        [
-            table(("what", "GB/s", f"tier over it (bar {result['bar']:g})", "CPU s/GB"), rates),
-            f"CPU time of Mooncake's get over the tier's: {interval_text(result['cpu_ratio'])};"
-            f" bound {result['cpu_ratio_bound']:.2f}",
-            "",
-            table(("loads beside", "p99 ms", f"of idle (bar {result['local_bar']:g})"), local),
-        ]
-    )
+    missed = "reached" if ratio["fetching"]["median"] <= bar else "**not reached**"
+    return [
+        f"{result['pages']} pages of {format_nbytes(result['page_nbytes'])},"
+        f" {len(result['tier_gb_per_s'])} rounds; CPU time is without the loop of the thread that"
+        " waits for Mooncake",
+        f"CPU time of Mooncake's get over the tier's: {interval_text(result['cpu_ratio'])}; of a"
+        " tier whose digests and puts cost what they cost alone, and which costs nothing else:"
+        f" {result['cpu_ratio_bound']:.2f}",
+        f"p99 of local loads, beside: {'; '.join(local)} (again: idle as well, which shows the"
+        f" noise). Bar for fetching: {bar:g}, {missed}",
+        f"Mooncake's master answers {median(result['exists_keys_per_s']):,.0f} keys a second"
+        f" (batch exists of {result['exists_keys_per_call']}, one client)",
+    ]
+
+
+def report(result: dict[str, Any]) -> str:
+    """For people."""
+    return "\n\n".join([table(HEAD, rows_of(result)), *notes_of(result)])

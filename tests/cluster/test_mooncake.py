@@ -22,6 +22,7 @@ from node.agents import LAYOUT, start_process
 import tutti
 from store.pools import some_keys
 from tutti.base.arrays import Keys
+from tutti.bench import second_tier
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.node.client import NodeStore
 
@@ -69,6 +70,22 @@ def test_pages_of_one_node_are_hits_on_another(tmp_path: Path, cluster: Cluster,
         second.find(keys)
         second.load(keys)
         assert second.remote()["fetched"] == PAGES
+
+
+def test_pages_that_were_removed_are_misses_on_both_nodes(
+    tmp_path: Path, cluster: Cluster, seed: int
+) -> None:
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, tier(cluster)) as (first, second):
+        shared(first, keys)
+        first.store.match(keys)  # the master leases what it was asked for
+        assert first.store.catalogue.delete(keys) == PAGES
+        first.settle("removed", PAGES)
+        assert second.store.match(keys) == 0
+        second.settle("absent", PAGES)
+        assert second.store.match(keys) == first.store.match(keys) == 0
+        counts = first.remote()
+        assert (counts["fetched"], counts["remove_failed"]) == (0, 0)
 
 
 def test_a_killed_segment_server_costs_misses_only(
@@ -305,8 +322,9 @@ def test_the_agent_ends_and_its_worker_with_it(tmp_path: Path, cluster: Cluster,
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "a worker stays")
 
 
-def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) -> None:
-    words = ["--remote", cluster.url(), "--dir", str(tmp_path), "--capacity", "256MiB", "--json"]
+def test_the_comparison_with_a_batch_get_runs(tmp_path: Path) -> None:
+    """With a cluster of its own."""
+    words = ["--dir", str(tmp_path), "--capacity", "256MiB", "--json"]
     command = ["bench", "second-tier", *words, "--pages", "8", "--rounds", "2"]
     run = [sys.executable, "-m", "tutti.cli", *command]
     result = json.loads(subprocess.run(run, check=True, timeout=100, capture_output=True).stdout)
@@ -318,3 +336,5 @@ def test_the_comparison_with_a_batch_get_runs(tmp_path: Path, cluster: Cluster) 
     assert all(ratio["low"] > 0 for ratio in beside.values())
     assert result["cpu_s_per_gb"]["mooncake"]["servers"] > 0
     assert 0 < result["cpu_ratio_bound"] < 1
+    assert len(result["exists_keys_per_s"]) == 2 and min(result["exists_keys_per_s"]) > 0
+    assert len(second_tier.rows_of(result)) == 6 and second_tier.notes_of(result)

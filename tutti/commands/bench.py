@@ -63,11 +63,13 @@ example:
   tutti bench agent --dir /mnt/nvme"""
 _SECOND_TIER = """\
 Compares fetching from a Mooncake cluster through the agent's second tier with Mooncake's own batch
-get of the same values, in turns. Then measures local loads beside the tier's work. A cluster must
-be running; every run stores new pages in it."""
+get of the same values, in turns. Then measures the rate of the master's look-ups, and local loads
+beside the tier's work. Starts a cluster on this machine, or takes one that runs; every run stores
+new pages in it."""
 _SECOND_TIER_EXAMPLE = """\
 example:
-  tutti bench second-tier --remote mooncake://127.0.0.1:50051 --dir /mnt/nvme"""
+  tutti bench second-tier --dir /mnt/nvme
+  tutti bench second-tier --remote mooncake://10.0.0.1:50051 --dir /mnt/nvme"""
 _SUBMIT = """\
 Measures the CPU's work to submit a load to GPU memory, for each engine and mover. Needs neither a
 GPU nor a drive: a stand-in for the CUDA driver does nothing but count. Reports microseconds of CPU,
