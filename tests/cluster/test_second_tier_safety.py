@@ -103,6 +103,28 @@ def test_staging_waits_for_the_put_before_one_that_was_refused(
         assert (counts["local_failures"], counts["failures"], counts["opened"]) == (1, 0, 0)
 
 
+def test_fetched_pages_are_stored_a_few_at_a_time(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that comes meanwhile waits for one put at most."""
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, faults.config()) as (first, second):
+        first.share(keys)
+        tier = tier_of(second)
+        monkeypatch.setattr(tier, "_at_once", 3)
+        put_request, tickets = tier._store.put_request, []
+
+        def put(request: Any) -> Any:
+            assert all(ticket.done for ticket in tickets), "the last is under way"
+            tickets.append(put_request(request))
+            return tickets[-1]
+
+        monkeypatch.setattr(tier._store, "put_request", put)
+        second.find(keys)
+        second.load(keys)
+        assert [len(ticket.outcome) for ticket in tickets] == [3, 3, 2]
+
+
 @pytest.mark.parametrize("field", ["expiry", "version"])
 def test_nothing_is_stored_behind_a_page_that_cannot_be(
     tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch, field: str

@@ -43,6 +43,7 @@ _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 _GETS = 2  # under way at a time: the digests of one are compared while the next is read
 _PARTS = 3  # of the staging memory: those of the gets, and one that the pool stores meanwhile
+_PUT_NBYTES = 8 << 20  # of one put of fetched pages, which delays loads that come meanwhile
 _OFF = "off"
 _DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
 _REMOVED_S = 60.0  # a fetch that was under way, and the queue of removals, are over by then
@@ -92,6 +93,7 @@ class Tier:
         self._config = config
         self._part = max(1, config.staging_nbytes // (_PARTS * store.layout.object_nbytes))
         self._part = min(self._part, KEYS_MAX)
+        self._at_once = max(1, _PUT_NBYTES // store.layout.object_nbytes)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._staging = Staging(store.layout, _PARTS * self._part, self.stats)
         self._remote = RemoteProcess(config, self._staging)
@@ -408,7 +410,7 @@ class Tier:
         return is_whole
 
     def _put(self, keys: Keys, pages: U32, part: int) -> int:
-        """Stores verified staging pages in the pool, one put per namespace and expiry.
+        """Stores verified staging pages in the pool, a few at a time of one namespace and expiry.
 
         How many, up to the first that has expired, was deleted or is of another version.
         """
@@ -417,9 +419,10 @@ class Tier:
         usable = [head[5] == VERSION and not 0 < head[4] <= now_64s for head in heads]
         n = len(prefix(keys, np.array(usable, np.bool_) & ~self._among(self._removed, keys)))
         self._count("absent", len(keys) - n)
-        kinds = [(head[3], head[4]) for head in heads]
-        for (tenant, expiry), group in itertools.groupby(range(n), key=kinds.__getitem__):
+        kinds = [(head[3], head[4], row // self._at_once) for row, head in enumerate(heads)]
+        for (tenant, expiry, _), group in itertools.groupby(range(n), key=kinds.__getitem__):
             rows = list(group)
+            self._settle()  # one put at a time, so that a load waits for few writes
             parents = as_keys([heads[row][1] for row in rows])
             depths = np.array([heads[row][2] for row in rows], np.uint32)
             digests = np.array([self._staging.digests(int(pages[row])) for row in rows])
