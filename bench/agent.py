@@ -1,9 +1,10 @@
 """Measures the cost of the agent's socket: look-ups and plans through it and in one process.
 
 The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
-moved: a plan is asked for and given up, which the times leave out.  What a plan through the agent
-consists of is measured with it: the socket alone, between processes on one core and on two, and a
-request that asks for nothing.  Then many clients, a process each, ask at the same time.
+moved: a plan is asked for and given up, which the times leave out.  The calls of a round come in
+any order.  What a plan through the agent consists of is measured with it: a request that asks for
+nothing, and the socket alone, between processes on one core and on two: after a pause, in which
+both sleep, and again at once.  Then many clients, a process each, ask at the same time.
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ _CAPACITY = "256MiB"
 _WAIT_S = 30.0
 _START_S = 120.0
 _CROWD_S = 5.0
-_EMPTY, _SOCKET = "look-up of no key", "socket alone"
-_ONE_CORE, _TWO_CORES = f"{_SOCKET}, one core", f"{_SOCKET}, two cores"
+_PAUSE_S = 0.002
+_EMPTY, _SOCKET = "look-up of no key", "echo"
+_ONE_CORE, _TWO_CORES = f"{_SOCKET} on one core", f"{_SOCKET} on two cores"
+_ECHOES = (_SOCKET, _ONE_CORE, _TWO_CORES)
+_STATES = ("after a pause", "again")
 _BARS_US: dict[str, float | None] = {
     "look-up": 500.0,
     "load plan": 150.0,
     "put plan": 150.0,
     _EMPTY: None,
-    _SOCKET: None,
-    _ONE_CORE: None,
-    _TWO_CORES: None,
+    **{f"{echo}, {state}": None for echo in _ECHOES for state in _STATES},
 }
 # Answers requests of a plan's size with answers of a plan's size, and does nothing else.
 _ECHO = """
@@ -111,21 +113,25 @@ class _Side:
         self.store.load(keys, range(len(keys)), memory=memory).wait(_WAIT_S)  # digests are known
         self.store.unregister(memory)
 
-    def measure(self, keys: Keys, new: Keys, batch: int) -> None:
-        """One call of each kind.  new: keys that no pool has."""
-        for name, asked in ((_EMPTY, keys[:0]), ("look-up", keys)):
-            start_ns = time.perf_counter_ns()
-            assert self.store.match(asked) == len(asked), "the pages are there"
-            self.times_us[name].append((time.perf_counter_ns() - start_ns) / 1000)
+    def measure(self, keys: Keys, new: Keys, batch: int, rng: np.random.Generator) -> None:
+        """One call of each kind, in any order.  new: keys that no pool has."""
         first = int(new[0, 0]) % (len(keys) - batch + 1)
-        for name, message in (
-            ("load plan", PlanLoad(keys[first : first + batch].tobytes())),
-            ("put plan", PlanPut(new.tobytes())),
-        ):
+        calls: dict[str, tuple[Callable[[Any], Callable[[], None]], Any]] = {
+            _EMPTY: (self._look_up, keys[:0]),
+            "look-up": (self._look_up, keys),
+            "load plan": (self._plan, PlanLoad(keys[first : first + batch].tobytes())),
+            "put plan": (self._plan, PlanPut(new.tobytes())),
+        }
+        for name in rng.permutation(list(calls)):
+            call, argument = calls[name]
             start_ns = time.perf_counter_ns()
-            give_up = self._plan(message)
+            give_up = call(argument)
             self.times_us[name].append((time.perf_counter_ns() - start_ns) / 1000)
             give_up()
+
+    def _look_up(self, keys: Keys) -> Callable[[], None]:
+        assert self.store.match(keys) == len(keys), "the pages are there"
+        return lambda: None
 
 
 def _through_socket(store: NodeStore) -> Callable[[Any], Callable[[], None]]:
@@ -308,9 +314,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         for number in range(rounds):
             new = rng.integers(0, 256, (batch, 16), np.uint8)
             for side in sides if number % 2 else reversed(sides):
-                side.measure(keys, new, batch)
+                side.measure(keys, new, batch, rng)
             for name, ask in echoes.items():
-                sides[0].times_us[name].append(ask())
+                time.sleep(_PAUSE_S)
+                for state in _STATES:
+                    sides[0].times_us[f"{name}, {state}"].append(ask())
             bar.advance(1)
         crowd = [_crowd(path, keys, batch, clients)] if clients else []
         measured = (name for name, times_us in sides[0].times_us.items() if times_us)
@@ -383,8 +391,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             for crowd in result.get("crowd", ())
         ),
         f"{_SOCKET}: a process that answers a load plan's bytes with as many, and does no more,"
-        " where the kernel puts both, then with both on one core, and on two; "
-        f"{_EMPTY}: with the agent's threads and its messages",
+        " where the kernel puts both, then with both on one core, and on two; after a pause both"
+        f" have to wake up; {_EMPTY}: with the agent's threads and its messages",
     ]
 
 

@@ -6,13 +6,16 @@ A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from
 the picture NAME.png where `make bench` draws one.  It is marked as stale where the code that it
 measures was changed since.  One that `make bench` measures and that is not there yet says so.
 Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, for a figure
-`figures/NAME`; they are written too: those beside the page, and the README above it.
+`figures/NAME`; they are written too: those beside the page, and the README above it.  A number in
+their text is written between `<!-- value: NAME PATH -->` and `<!-- end -->`, where PATH names the
+keys of the result from the outermost on, with / between them; of a list, what the entry contains.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -46,7 +49,7 @@ from tutti.bench.residency import run as residency
 from tutti.bench.simulate import report as simulate
 from tutti.bench.slack import decisions
 from tutti.bench.slack import report as slack_report
-from tutti.bench.statistics import interval_text
+from tutti.bench.statistics import interval_text, median
 from tutti.bench.yardsticks import run as yardsticks
 from tutti.bench.yardsticks import serving
 from tutti.errors import ConfigError
@@ -55,6 +58,7 @@ STALE = "; **stale**: "
 STATE = " (**stale**)"
 NOT_MEASURED = "Not measured yet: `make bench` does."
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_VALUE = re.compile(r"(<!-- value: ([\w/-]+) ([^>]+?) -->).*?(<!-- end -->)")
 _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
 
@@ -94,7 +98,23 @@ def render(text: str, results: Path) -> str:
             stale = bool(read(name)[1])
         return f"{match[1]}{STATE if stale else ''}{match[3]}"
 
-    return _STATE.sub(state, _BLOCK.sub(table, text))
+    def value(match: re.Match[str]) -> str:
+        try:
+            return f"{match[1]}{_figure(read(match[2])[0], match[3].split('/'))}{match[4]}"
+        except (KeyError, StopIteration) as error:
+            raise ConfigError(f"{match[2]}.json has no {match[3]}; correct the page") from error
+
+    return _VALUE.sub(value, _STATE.sub(state, _BLOCK.sub(table, text)))
+
+
+def _figure(result: Any, path: Sequence[str]) -> str:
+    """A number of a result with three digits; of several rounds the median."""
+    for key in path:
+        rows = isinstance(result, list)
+        result = next(row for row in result if key in row.values()) if rows else result[key]
+    number = median(result) if isinstance(result, list) else result
+    digits = 2 - math.floor(math.log10(abs(number))) if number else 0
+    return f"{round(number, digits):,.{max(0, digits)}f}"
 
 
 def pages_of(page: Path) -> list[Path]:

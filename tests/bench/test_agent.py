@@ -19,7 +19,7 @@ def test_both_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     calls = ["look-up", "load plan", "put plan", "look-up of no key"]
     assert [row["call"] for row in both] == calls
     assert all(row["agent_us"]["median"] > 0 < row["in_process_us"]["median"] for row in both)
-    assert [row["call"] for row in alone][:2] == ["socket alone", "socket alone, one core"]
+    assert [row["call"] for row in alone][:2] == ["echo, after a pause", "echo, again"]
     assert all(row["agent_us"]["median"] > 0 for row in alone)
     assert not any({"in_process_us", "bar_us"} & set(row) for row in alone)
     assert "plans of 4 pages" in agent.report(result)
