@@ -24,9 +24,10 @@ from tutti.gio_uring.controller_file import FileController
 from tutti.memory.host_memory import HostMemory
 from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
-from tutti.node.messages import PlanPut
+from tutti.node.messages import Moved, PlanPut
 from tutti.transfers.loader import Loader
 from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import Outcome
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -68,7 +69,7 @@ def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:
     code = f"""
 import os, sys, numpy as np, tutti
 from node.agents import LAYOUT
-from tutti.node.messages import PlanPut
+from tutti.node.messages import Moved, PlanPut
 store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
 store.allocate_memory(8)
 keys = np.arange(160, dtype=np.uint8).reshape(10, 16)
@@ -208,6 +209,35 @@ def test_a_plan_has_the_digests_that_were_still_to_be_read(
         memory = store.allocate_memory(8)
         store.load(keys, np.arange(8)).wait(WAIT_S)
         assert [memory.read(page) for page in range(8)] == contents
+
+
+def test_a_put_does_not_wait_for_an_agent_that_hangs(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks anything up meanwhile, which would find it."""
+    monkeypatch.setattr("tutti.node.agent_session._SEND_S", 0.0)
+    path, folder = tmp_path / "s", tmp_path / "pools"
+    folder.mkdir()
+    agent = start_process(path, folder, "--timeout", "1")
+    report = AgentSession._report
+
+    def stop_first(self: AgentSession, moved: Moved) -> None:
+        stop(agent)
+        report(self, moved)
+
+    try:
+        with NodeStore(str(path), LAYOUT, "32MiB") as store:
+            store.allocate_memory(4)
+            keys = some_keys(np.random.default_rng(seed), 4)
+            with monkeypatch.context() as patch:
+                patch.setattr(AgentSession, "_report", stop_first)
+                ticket = store.put(keys, np.arange(4))
+                assert ticket.wait_ended(WAIT_S)
+            assert not (ticket.outcome == Outcome.STORED).any()
+            agent.send_signal(signal.SIGCONT)
+            wait_until(lambda: store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 0)
+    finally:
+        end([agent])
 
 
 def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: int) -> None:

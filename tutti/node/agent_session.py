@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -20,7 +21,7 @@ import numpy as np
 from tutti.base.arrays import U32, Rows
 from tutti.base.interrupts import uninterrupted
 from tutti.base.threads import start_thread
-from tutti.errors import AgentRefused, DeviceTimeout, TuttiError
+from tutti.errors import AgentLost, AgentRefused, DeviceTimeout, TuttiError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
@@ -353,11 +354,13 @@ class AgentSession:
 
     def _read(self) -> None:
         """Outcomes of puts, until the session has ended."""
+        asked_s = 0.0
         try:
             while not self.lost:
                 if not self._reports.wait_readable(_LOOK_S):
+                    asked_s = self._ask_again(asked_s)
                     continue
-                reply = self._reports.receive(self._send_s)
+                reply, asked_s = self._reports.receive(self._send_s), 0.0
                 if isinstance(reply, Written):
                     self._written(reply)
                 elif isinstance(reply, Answer):
@@ -369,6 +372,26 @@ class AgentSession:
                 _log.warning("%s", error)
         finally:
             self.fail()
+
+    def _ask_again(self, asked_s: float) -> float:
+        """Finds an agent that hangs while puts wait for their outcome, which may be due later.
+
+        asked_s: when it was asked and has not answered, or 0; returns the same.  Raises AgentLost.
+        """
+        now_s = time.monotonic()
+        if asked_s:
+            if now_s - asked_s > self._send_s:
+                raise AgentLost(f"the agent did not answer within {self._send_s:g} s")
+            return asked_s
+        if not self._puts or not self._send_lock.acquire(blocking=False):
+            return 0.0  # who sends finds out as well
+        try:
+            with self._lock:
+                self._settles.append(threading.Event())
+            self._reports.send(Call("settle"), self._send_s)
+        finally:
+            self._send_lock.release()
+        return now_s
 
     def _written(self, written: Written) -> None:
         with self._lock:
