@@ -111,7 +111,7 @@ def _figure(result: Any, path: Sequence[str]) -> str:
     """A number of a result with three digits; of several rounds the median."""
     for key in path:
         rows = isinstance(result, list)
-        result = next(row for row in result if key in row.values()) if rows else result[key]
+        result = next(r for r in result if key in map(str, r.values())) if rows else result[key]
     number = median(result) if isinstance(result, list) else result
     digits = 2 - math.floor(math.log10(abs(number))) if number else 0
     return f"{round(number, digits):,.{max(0, digits)}f}"
