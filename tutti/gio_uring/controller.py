@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy.typing as npt
+
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned, finalize
 from tutti.base.units import format_nbytes
@@ -143,6 +145,13 @@ class NativeController(Owned):
         they are words.
         """
         return []
+
+    #: How often blocks changed from one path to another.
+    path_changes = 0
+
+    def path_of(self, nsid: npt.ArrayLike, slba: npt.ArrayLike) -> str:
+        """The path of commands to these blocks (n,): "direct", "page cache" or "both"."""
+        return "direct"
 
     def check_places(self) -> None:
         """Raises PoolMoved where a file is no longer what was opened under its name."""

@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from tutti.base.arrays import U64
 from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring import _native
@@ -202,6 +206,7 @@ class FileController(NativeController):
             self._close_members()
             raise
         self._buffered: tuple[BlockRange, ...] = ()
+        self._spans = np.zeros(0, np.uint64), np.zeros(0, np.uint64)  # ends of the same, as places
         self._request_nbytes_max = (request_nbytes_max, min(request_nbytes_max, _ORDINARY_NBYTES))
         self._has_large_pages = False
         self._closing = threading.Lock()
@@ -337,6 +342,21 @@ class FileController(NativeController):
             )
             _native.check(result, "cannot choose what is buffered", remedy, ConfigError)
         self._buffered = tuple(ranges)
+        rows = np.array(sorted(ranges), np.uint64).reshape(-1, 3)
+        first = _places(rows[:, 0], rows[:, 1])
+        self._spans = first, first + rows[:, 2]
+        self.path_changes += 1
+
+    def path_of(self, nsid: npt.ArrayLike, slba: npt.ArrayLike) -> str:
+        first, end = self._spans
+        cached = ~np.array([member.direct for member in self.members])[
+            np.asarray(nsid, np.intp) - 1
+        ]
+        if first.size:
+            places = _places(nsid, slba)
+            row = np.searchsorted(first, places, "right") - 1
+            cached |= (row >= 0) & (places < end[row])
+        return "page cache" if cached.all() else "both" if cached.any() else "direct"
 
     def check_has_both(self, nsid: int) -> None:
         """Raises Unsupported where ranges of this file cannot go through the page cache."""
@@ -395,6 +415,11 @@ class FileController(NativeController):
     def _close_members(self) -> None:
         for member in self._own_members:
             member.close()
+
+
+def _places(nsid: npt.ArrayLike, slba: npt.ArrayLike) -> U64:
+    """Blocks (n,) of all namespaces, each as one number."""
+    return (np.asarray(nsid, np.uint64) << np.uint64(48)) + np.asarray(slba, np.uint64)
 
 
 def _deal(drives: list[int], threads: int | None) -> tuple[list[tuple[int, int]], int]:

@@ -269,8 +269,9 @@ class _KernelCopies:
     def upload(self, stream: int) -> None:
         self._batch.upload(stream)
 
-    def move(self, layer: int, stream: int) -> None:
-        launch_layer(self._driver, self._function, self._batch, layer, stream, self._blocks)
+    def move(self, layers: range, stream: int) -> None:
+        for layer in layers:
+            launch_layer(self._driver, self._function, self._batch, layer, stream, self._blocks)
 
 
 def launch_layer(

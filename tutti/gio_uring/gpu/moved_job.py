@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.base.arrays import U32
+from tutti.base.pipeline import Overlap
 from tutti.base.process import Owned, finalize
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.mover import PreparedCopy
@@ -37,12 +38,15 @@ class Route:
 
     verification: by the GPU, of what was copied to its pages, or the digests of what is copied from
     them; None where the native jobs do that, or none.
+    overlap: CROSS copies a read as a whole, which needs a place for each layer, and no fewer layers
+    than streams.
     """
 
     copies: Sequence[PreparedCopy]
     cells: Cells
     is_read: bool
     verification: Verification | None = None
+    overlap: Overlap = Overlap.INTRA
 
     @property
     def has_tables(self) -> bool:
@@ -68,6 +72,7 @@ class MovedJob(Owned):
         self._jobs = jobs
         self._route = route
         self.layers = route.cells.layers
+        self.overlap = route.overlap
         self._events: list[int] = []  # by layer, once enqueued; then that of the tables
         self._enqueued = 0  # layers that the stream holds
         self._started = False  # something is on the stream
@@ -118,20 +123,24 @@ class MovedJob(Owned):
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self) -> bool:
-        """Puts one layer on the stream; whether nothing is left to put."""
+        """Puts one layer on the stream, or all; whether nothing is left to put."""
+        is_whole = self.overlap is Overlap.CROSS
         try:
             if self._stream_queue.failure is not None:
                 raise self._stream_queue.failure
             if self._sealed:
                 return True
             self._started = True
-            self._put_layer(self._enqueued)
+            if is_whole:
+                self._put_whole()
+            else:
+                self._put_layer(self._enqueued)
         except TuttiError as error:
             _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
             self._fail(error)
             return True
         with self._changed:
-            self._enqueued += 1
+            self._enqueued = self.layers if is_whole else self._enqueued + 1
             self._sealed = self._sealed or self._enqueued == self.layers
             self._changed.notify_all()
         return self._sealed
@@ -160,7 +169,7 @@ class MovedJob(Owned):
                 driver.wait_value(stream, ready, 1)
             if layer == number == 0:
                 self._upload()
-            copies.move(layer, stream)
+            copies.move(range(layer, layer + 1), stream)
             if not (number or route.is_read):
                 self._put_digests(layer, stream)
             if layer and not number and len(queue.streams) > 1:  # words and events in their order
@@ -177,6 +186,36 @@ class MovedJob(Owned):
             self._put_outcome(layer, stream)
         driver.record_event(self._events[layer], stream)
         queue.layers += 1
+
+    def _put_whole(self) -> None:
+        """Puts all layers of a read on the first stream, in one batch of copies.
+
+        The other streams are in step before and after it, so that layers stay in their order.
+        """
+        queue, (chunk,), (copies,) = (
+            self._stream_queue,
+            self._route.cells.chunks,
+            self._route.copies,
+        )
+        driver, stream, end = queue.driver, queue.stream, self._events[self.layers - 1]
+        for event, other in zip(self._events, queue.streams[1:], strict=False):
+            driver.record_event(event, other)
+            driver.stream_wait_event(stream, event)
+        ready = chunk.device_words + chunk.words.ready_offset(self.layers - 1)  # told in order
+        driver.wait_value(stream, ready, 1)
+        self._upload()
+        copies.move(range(self.layers), stream)
+        for layer in range(self.layers):
+            self._put_digests(layer, stream)
+            self._put_outcome(layer, stream)
+        driver.record_event(end, stream)
+        for other in queue.streams[1:]:
+            driver.stream_wait_event(other, end)
+        queue.layers += self.layers
+
+    def _event_of(self, layers: int) -> int:
+        """Happens when so many layers are in their places."""
+        return self._events[(self.layers if self.overlap is Overlap.CROSS else layers) - 1]
 
     def _put_digests(self, layer: int, stream: int) -> None:
         if self._route.verification is not None:
@@ -215,7 +254,7 @@ class MovedJob(Owned):
     def _is_moved(self, layers: int) -> bool:
         """Whether the stream is through with so many of the layers that it holds."""
         count = min(layers, self._enqueued)
-        return not count or self._stream_queue.driver.is_event_done(self._events[count - 1])
+        return not count or self._stream_queue.driver.is_event_done(self._event_of(count))
 
     def _is_through(self) -> bool:
         """Whether the stream touches nothing of this job any more."""
@@ -267,7 +306,7 @@ class MovedJob(Owned):
                 f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled, "
                 "start it again"
             )
-        self._stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
+        self._stream_queue.driver.stream_wait_event(stream, self._event_of(layers))
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until neither the medium nor the stream touches memory.  False after it."""

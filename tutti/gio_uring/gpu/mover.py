@@ -58,8 +58,8 @@ class PreparedCopy(Protocol):
     def upload(self, stream: int) -> None:
         """Enqueues the copy of its tables to the device, before the first layer."""
 
-    def move(self, layer: int, stream: int) -> None:
-        """Enqueues the copies of one layer."""
+    def move(self, layers: range, stream: int) -> None:
+        """Enqueues the copies of some layers."""
 
 
 class Mover(Protocol):
@@ -95,12 +95,13 @@ class Fragments:
         self.nbytes: U64 = np.concatenate([column[2] for column in columns])
         self._segment = np.concatenate([column[3] for column in columns])
 
-    def at(self, layer: int) -> tuple[U64, U64]:
-        """(targets, sources) of one layer."""
-        descriptor = self._shipment
-        there = descriptor.paged.bases[layer][self._segment] + self._there
-        here = descriptor.staged[layer] + self._here
-        return (there, here) if descriptor.to_pages else (here, there)
+    def at(self, layers: range) -> tuple[U64, U64, U64]:
+        """(targets, sources, nbytes) of some layers."""
+        descriptor, rows = self._shipment, slice(layers.start, layers.stop)
+        there = (descriptor.paged.bases[rows][:, self._segment] + self._there).ravel()
+        here = (descriptor.staged[rows, None] + self._here).ravel()
+        nbytes = np.tile(self.nbytes, len(layers))
+        return (there, here, nbytes) if descriptor.to_pages else (here, there, nbytes)
 
 
 def _joined(
@@ -131,9 +132,8 @@ class _BatchCopies(_Copies):
     def calls(self) -> int:
         return -(-self._fragments.nbytes.size // BATCH_MAX)
 
-    def move(self, layer: int, stream: int) -> None:
-        targets, sources = self._fragments.at(layer)
-        self._driver.copy_batch(targets, sources, self._fragments.nbytes, stream)
+    def move(self, layers: range, stream: int) -> None:
+        self._driver.copy_batch(*self._fragments.at(layers), stream)
 
 
 class _SingleCopies(_Copies):
@@ -141,9 +141,8 @@ class _SingleCopies(_Copies):
     def calls(self) -> int:
         return int(self._fragments.nbytes.size)
 
-    def move(self, layer: int, stream: int) -> None:
-        targets, sources = self._fragments.at(layer)
-        columns = (targets.tolist(), sources.tolist(), self._fragments.nbytes.tolist())
+    def move(self, layers: range, stream: int) -> None:
+        columns = [column.tolist() for column in self._fragments.at(layers)]
         for target, source, nbytes in zip(*columns, strict=True):
             self._driver.copy(target, source, nbytes, stream)
 

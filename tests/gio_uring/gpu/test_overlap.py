@@ -1,0 +1,174 @@
+"""How the GPU engine `host` overlaps reads and copies: chosen by trials, and again after a plan.
+
+On a stand-in for the CUDA driver: no GPU is involved, and what is slow is a pause.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gio_uring.cuda_stand_in import StandInDriver
+from gio_uring.gpu.test_chunks import eventually, memory_of
+from gio_uring.gpu.test_host_engine import Rig, rig_over_memory, round_trip
+from memory_controller import Faults
+
+from store.pools import LAYOUT, some_keys
+from tutti.base.pipeline import TRIALS, Overlap, PipelineChooser
+from tutti.errors import DeviceTimeout
+from tutti.gio_uring.controller_file import FileController
+from tutti.pool import pool_format
+
+#: Loads until the choice is made.
+LOADS = 1 + 2 * TRIALS
+PAUSE_S = 0.05
+
+
+def slow_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that copies costs as much for one layer as for all."""
+    copy_batch = rig.driver.copy_batch
+
+    def late(*arguments: Any, **options: Any) -> None:
+        time.sleep(PAUSE_S)
+        copy_batch(*arguments, **options)
+
+    monkeypatch.setattr(rig.driver, "copy_batch", late)
+
+
+def slow_medium(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer after layer arrives late, and is copied in a part of that time."""
+    wait_value, copies, load = rig.driver.wait_value, rig.driver._copies, rig.store.load
+    began_s = 0.0
+
+    def begin(*arguments: Any, **options: Any) -> Any:
+        nonlocal began_s
+        began_s = time.monotonic()
+        return load(*arguments, **options)
+
+    def late(stream: int, address: int, value: int) -> None:
+        wait_value(stream, address, value)
+        there_s = began_s + PAUSE_S * (1 + address % 128 // 8)  # the layer's word, see LayerWords
+        rig.driver.call(stream, lambda: time.sleep(max(0.0, there_s - time.monotonic())))
+
+    def by_bytes(rows: Any, stream: int) -> None:
+        copies(rows, stream)
+        layers = sum(n for _, _, n in rows) / (8 * sum(LAYOUT.segments))
+        rig.driver.call(stream, lambda: time.sleep(PAUSE_S / 2 * layers))
+
+    monkeypatch.setattr(rig.driver, "wait_value", late)
+    monkeypatch.setattr(rig.driver, "_copies", by_bytes)
+    monkeypatch.setattr(rig.store, "load", begin)
+
+
+def load(rig: Rig, keys: Any, contents: list[bytes]) -> int:
+    """Loads into other pages, and compares; the batches of copies that it took."""
+    before, pages = rig.driver.calls["cuMemcpyBatchAsync"], range(8, 8 + len(keys))
+    rig.store.load(keys, list(pages)).wait(10)
+    calls = rig.driver.calls["cuMemcpyBatchAsync"] - before
+    assert [rig.pool.read(page) for page in pages] == contents
+    eventually(rig.gpu._loads.is_idle, "the read is measured")
+    return calls
+
+
+def overlaps(rig: Rig) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = rig.store.stats()["gpu_overlaps"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slow", "chosen", "calls"), [(slow_copies, "cross", 1), (slow_medium, "intra", LAYOUT.layers)]
+)
+def test_slow_copies_choose_cross_and_a_slow_medium_intra(
+    seed: int, monkeypatch: pytest.MonkeyPatch, slow: Any, chosen: str, calls: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        slow(rig, monkeypatch)
+        taken = [load(rig, keys, contents) for _ in range(LOADS)]
+        assert taken == [LAYOUT.layers] * (1 + TRIALS) + [1] * TRIALS
+        ((name, found),) = overlaps(rig).items()
+        assert name.startswith("direct, up to")
+        assert (found["overlap"], found["decided"]) == (chosen, True), found
+        assert [len(found[f"{way}_gb_per_s"]) for way in ("intra", "cross")] == [TRIALS, TRIALS]
+        assert rig.store.stats()["gpu_cross_overlaps"] == (chosen == "cross")
+        assert load(rig, keys, contents) == calls, "as it was chosen"
+
+
+def test_a_new_plan_of_residency_is_tried_again(seed: int, tmp_path: Path) -> None:
+    rng, path = np.random.default_rng(seed), str(tmp_path / "pool.tutti")
+    pool_format.format([path], LAYOUT, 16 << 20)
+    driver, controller = StandInDriver(), FileController([path])
+    rig = Rig(controller, [path], driver=driver)
+    try:
+        if not controller.direct:
+            pytest.skip(f"no direct I/O here: {controller.members[0].buffered_reason}")
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        for _ in range(LOADS):
+            load(rig, keys, contents)
+        ((name, found),) = overlaps(rig).items()
+        assert name.startswith("direct, ")
+        assert found["decided"]
+        rig.store.residency.replan(budget_nbytes=1 << 30)
+        assert load(rig, keys, contents) == LAYOUT.layers
+        ((name, found),) = overlaps(rig).items()
+        assert name.startswith("page cache, ")
+        assert not found["decided"]
+        for _ in range(LOADS - 1):
+            load(rig, keys, contents)
+        assert all(found["decided"] for found in overlaps(rig).values())
+        assert controller.path_of([1], [0]) == "direct", "tables"
+        assert controller.path_of([1, 1], [0, controller.buffered[0].slba]) == "both"
+    finally:
+        rig.store.close()
+        driver.close()
+    assert not driver.violations, driver.violations[:3]
+
+
+@pytest.mark.parametrize("kind", ["batch", "plain", "aliased", "full"])
+@pytest.mark.parametrize("ways", [[Overlap.CROSS], list(Overlap)])
+def test_pages_come_back_whole_and_layer_by_layer_in_turns(
+    seed: int, monkeypatch: pytest.MonkeyPatch, kind: str, ways: list[Overlap]
+) -> None:
+    turns = cycle(ways)
+    monkeypatch.setattr(PipelineChooser, "overlap", property(lambda _: next(turns)))
+    with rig_over_memory(
+        seed=seed,
+        plain=kind == "plain",
+        has_copy_batch=kind != "plain",
+        queues=1 if kind in ("aliased", "full") else 8,
+        queue_max=4 if kind == "full" else 1024,
+    ) as rig:
+        round_trip(rig, np.random.default_rng(seed))
+        round_trip(rig, np.random.default_rng(seed + 1))
+
+
+def test_a_whole_read_that_fails_lets_its_streams_go_and_is_no_trial(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(PipelineChooser, "overlap", Overlap.CROSS)
+    with rig_over_memory(timeout_s=1.0, verify="off") as rig:
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        load(rig, keys, contents)  # the warm-up
+        memory_of(rig).set_faults(Faults(stall_from=2))
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        stream = rig.driver.create_stream()
+        ticket.order_stream(stream, 0)
+        with pytest.raises(DeviceTimeout):
+            ticket.wait(10)
+        eventually(lambda: rig.driver.is_stream_done(stream), "a stream still waits")
+        memory_of(rig).set_faults(None)
+        memory_of(rig).release()
+        assert ticket.wait_settled(10)
+        eventually(rig.gpu._loads.is_idle, "the queue is free")
+        (found,) = overlaps(rig).values()
+        assert found["cross_gb_per_s"] == []
+        assert load(rig, keys, contents) == 1

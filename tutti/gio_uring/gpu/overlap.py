@@ -1,0 +1,127 @@
+"""When reads are copied out of the staging: layer by layer, or once they are there as a whole.
+
+A layer alone is copied while later ones arrive, so INTRA gives the model its first layer early.
+Where calls of the driver cost more than the bytes that they move, one for all layers is faster.
+Each path, and each size of transfers, is tried both ways.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from tutti.base.pipeline import Overlap, PipelineChooser
+from tutti.base.process import Owned
+from tutti.base.units import format_nbytes
+from tutti.errors import TuttiError
+from tutti.gio_uring.controller import NativeController
+from tutti.gio_uring.gpu.moved_job import MovedJob, Route
+from tutti.gio_uring.gpu.stream_queue import CALLS_MAX, StreamQueue
+from tutti.gio_uring.iocb import Extents
+
+#: A model computes layer l while later ones come, which CROSS gives up.  A load of T seconds with C
+#: of computing takes max(T, C); of T' seconds as a whole, T' + C.  So CROSS gains T - T' at most
+#: (C = 0) and loses T' at most (C >= T), which is as much at T' = T / 2.
+GAIN = 2.0
+
+
+class _Trial:
+    """Measures one read, on the queue's thread: from its start, or the end of the read before."""
+
+    def __init__(self, moved: MovedJob, before: MovedJob | None, began_s: float) -> None:
+        self._moved, self._before = moved, before
+        self._began_s = began_s
+        self.seconds = 0.0
+
+    def is_over(self) -> bool:
+        try:
+            if self._before is not None:
+                if not self._before.done:
+                    return False
+                self._before, self._began_s = None, max(self._began_s, time.monotonic())
+            if not self._moved.done:
+                return False
+            if not self._moved.page_status.any():
+                self.seconds = time.monotonic() - self._began_s
+        except TuttiError:  # the waiters of the read get it
+            pass
+        return True
+
+
+class Overlaps(Owned):
+    """The choices of one engine's reads.  Thread-safe."""
+
+    def __init__(self, queue: StreamQueue, controller: NativeController) -> None:
+        self._queue, self._controller = queue, controller
+        self._lock = threading.Lock()
+        self._choosers: dict[tuple[str, int], PipelineChooser] = {}
+        self._path_changes = 0
+        self._last: weakref.ref[MovedJob] | None = None
+
+    def choose(
+        self, route: Route, extents: Extents, layer_nbytes: int
+    ) -> tuple[Route, Callable[[MovedJob], object]]:
+        """The route of a transfer, and what to call once it was given to its queue.
+
+        INTRA for writes, and for reads that cannot be copied as a whole: the staging has not all of
+        their layers, or too many calls would be behind one wait.
+        """
+        if not route.is_read:
+            return route, lambda moved: None
+        cells, began_s = route.cells, time.monotonic()
+        has_places = len(cells.chunks) == 1 and cells.cells >= cells.layers
+        are_few = cells.layers * (route.copies[0].calls + 1) <= CALLS_MAX
+        if not (has_places and are_few and cells.layers >= max(2, len(self._queue.streams))):
+            return route, self._follow
+        nbytes = cells.layers * layer_nbytes
+        path = self._controller.path_of(extents.nsid, extents.slba)
+        with self._lock:
+            if self._path_changes != self._controller.path_changes:
+                self._path_changes = self._controller.path_changes
+                self._choosers.clear()
+            key = path, nbytes.bit_length()
+            chooser = self._choosers.setdefault(key, PipelineChooser(GAIN))
+        route = replace(route, overlap=chooser.overlap)
+        return route, partial(self._watch, chooser, nbytes, began_s)
+
+    def _follow(self, moved: MovedJob) -> MovedJob | None:
+        """Notes the read that was given to the queue last; returns the one before."""
+        with self._lock:
+            before = None if self._last is None else self._last()
+            self._last = weakref.ref(moved)
+        return before
+
+    def _watch(
+        self, chooser: PipelineChooser, nbytes: int, began_s: float, moved: MovedJob
+    ) -> None:
+        """Measures a read while its chooser has trials left."""
+        before = self._follow(moved)
+        if chooser.is_decided:
+            return
+        trial = _Trial(moved, before, began_s)
+
+        def ended() -> None:
+            with self._lock:
+                chooser.observe(moved.overlap, nbytes, trial.seconds)
+
+        self._queue.watch(trial.is_over, ended)
+
+    def stats(self) -> dict[str, object]:
+        """Each path and size of transfers: the choice, and the GB/s of the trials."""
+        with self._lock:
+            choosers = dict(self._choosers)
+        return {
+            f"{path}, up to {format_nbytes(1 << bits)}": chooser.stats()
+            for (path, bits), chooser in sorted(choosers.items())
+        }
+
+    @property
+    def cross(self) -> int:
+        """Paths and sizes whose reads are copied as a whole."""
+        with self._lock:
+            decided = [chooser for chooser in self._choosers.values() if chooser.is_decided]
+        return sum(chooser.overlap is Overlap.CROSS for chooser in decided)
