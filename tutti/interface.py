@@ -101,6 +101,13 @@ class Store(ABC):
     def controller(self) -> NativeController:
         """Executes the engine's commands.  Raises AgentLost while the agent is away."""
 
+    def path_of(self, keys: npt.NDArray[np.uint8]) -> tuple[str, int]:
+        """The path of these objects ("direct", "page cache", "both"), and how often paths changed.
+
+        keys: as for ``match``.
+        """
+        return "direct", 0
+
     @property
     @abstractmethod
     def recovered(self) -> bool:

@@ -67,6 +67,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
     "page_cache_bytes": ("page_cache_planned_nbytes", "bytes that go through the page cache"),
+    "cross_overlaps": ("gpu_cross_overlaps", "sizes and paths of loads copied to a GPU as a whole"),
     "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
     "free_objects": ("free_objects", "slots that are free"),
     "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),

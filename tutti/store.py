@@ -316,6 +316,11 @@ class ObjectStore(Owned, Store):
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
         self._core.wait_ready(timeout_s)
 
+    def path_of(self, keys: npt.NDArray[np.uint8]) -> tuple[str, int]:
+        blocks, controller = self.residency.groups_of(keys), self.controller
+        path = controller.path_of([r.nsid for r in blocks], [r.slba for r in blocks])
+        return path, controller.path_changes
+
     @property
     def recovered(self) -> bool:
         return self._core.ready

@@ -41,12 +41,14 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "residency_moving_seconds": ("counter", "time that these changes took"),
     "bubble_seconds": ("counter", "time the model waited for layers"),
     "ahead_pages": ("counter", "pages read for requests that still waited"),
+    "ahead_pieces": ("gauge", "pieces of them that are read at once, as trials found it faster"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
     "kernel_copied_pages": (
         "counter",
         "pages that a kernel copied between staging and GPU memory, once for each layer",
     ),
+    "cross_overlaps": ("gauge", "paths and sizes of loads that are copied to the GPU as a whole"),
     "page_cache_bytes": ("gauge", "bytes of the pool that go through the page cache"),
     "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
     "usable_objects": ("gauge", "pages that the pool can keep: neither reserve nor quarantine"),
@@ -78,6 +80,7 @@ _BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages", "
 _OF_MODE = {
     "bubble_seconds": LINKER,
     "ahead_pages": LINKER,
+    "ahead_pieces": LINKER,
     "ahead_used_pages": LINKER,
     "ahead_unused_pages": LINKER,
     "kernel_copied_pages": LINKER,
@@ -177,6 +180,7 @@ class Metrics:
             self._count_up(name, float(stats[source]))
         self._count_up("residency_moving_seconds", stats["residency_moving_ms"] / 1e3)
         self.level("page_cache_bytes", int(stats["page_cache_planned_nbytes"]))
+        self.level("cross_overlaps", stats.get("gpu_cross_overlaps", 0))
         queue = stats.get("scheduler", {})
         for name in ("deferred_pages", "forced_pages"):
             self._count_up(name, queue.get(name, 0))

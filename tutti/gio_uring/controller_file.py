@@ -356,7 +356,9 @@ class FileController(NativeController):
             places = _places(nsid, slba)
             row = np.searchsorted(first, places, "right") - 1
             cached |= (row >= 0) & (places < end[row])
-        return "page cache" if cached.all() else "both" if cached.any() else "direct"
+        if not cached.any():
+            return "direct"
+        return "page cache" if cached.all() else "both"
 
     def check_has_both(self, nsid: int) -> None:
         """Raises Unsupported where ranges of this file cannot go through the page cache."""

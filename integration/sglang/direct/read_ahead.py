@@ -1,8 +1,9 @@
 """Reads for requests that still wait: from the look-up on into staging, within bounds.
 
 A look-up only leaves a note; one thread reads the notes, announces one short piece at a time to the
-pools' queue, and reads it when the queue has issued it. What is staged is found by key,
-for any request. It changes when bytes arrive, and never what a look-up or a load answers.
+pools' queue, and reads it when the queue has issued it, beside the one before where that is faster
+(piece_trials.py). What is staged is found by key, for any request. It changes when bytes arrive,
+and never what a look-up or a load answers.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.errors import KeyMissing
+from tutti.integration.sglang.direct.piece_trials import Flight, PieceTrials
 from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
@@ -101,6 +104,7 @@ class ReadAhead(Owned):
         self._clock = 0
         self._names = itertools.count()
         self._piece: _Piece | None = None
+        self._trials = PieceTrials()
         self._wake = threading.Event()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -243,23 +247,44 @@ class ReadAhead(Owned):
             for key in staged.read.keys:
                 self._by_key.pop((staged.read.stored_pool.name, key.tobytes()), None)
 
+    def stats(self) -> dict[str, Any]:
+        """How many pieces are read at once, by pool and path."""
+        return self._trials.stats()
+
     def _run(self) -> None:
+        flying: deque[tuple[_Staged, Flight]] = deque()
         while not self._stop:  # ended by close()
             self._wake.wait(_IDLE_S)
             self._wake.clear()
-            staged = self._next()
-            while staged is not None:  # bounded by what is noted
-                self._read(staged)
-                staged = self._next()
+            while self._fill(flying):  # bounded by what is noted
+                self._finish(*flying.popleft())
+            self._trials.rest()
 
-    def _read(self, staged: _Staged) -> None:
+    def _fill(self, flying: deque[tuple[_Staged, Flight]]) -> bool:
+        """Starts as many pieces as may be under way; whether any is."""
+        while len(flying) < (flying[0][1].most if flying else 1):
+            staged = self._next()
+            if staged is None:
+                break
+            try:
+                read = staged.read
+                most = self._most_pages(read.stored_pool)
+                flight = self._trials.begin(read.stored_pool, read.keys, most, time.monotonic())
+                read.start()
+            except Exception as error:
+                # The thread must live; batches read for themselves what is not staged.
+                self._failed(staged, error)
+                continue
+            for _, other in flying:
+                other.shared = flight.shared = True
+            flying.append((staged, flight))
+        return bool(flying)
+
+    def _finish(self, staged: _Staged, flight: Flight) -> None:
         try:
-            began_s = time.monotonic()
-            staged.read.start()
-            over = staged.read.wait_over(began_s + self._timeout_s)
-            self._ended(staged, over, time.monotonic() - began_s)
+            over = staged.read.wait_over(flight.began_s + self._timeout_s)
+            self._ended(staged, flight, over, self._trials.end(flight, time.monotonic()))
         except Exception as error:
-            # The thread must live; batches read for themselves what is not staged.
             self._failed(staged, error)
 
     def _next(self) -> _Staged | None:
@@ -293,9 +318,7 @@ class ReadAhead(Owned):
 
     def _missing(self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys) -> list[int]:
         """The next keys that are not staged yet, by row."""
-        most_nbytes = min(_PIECE_NBYTES, self._limit_nbytes // _PIECES_MIN)
-        most = max(1, min(_PIECE_PAGES, most_nbytes // stored_pool.page_nbytes))
-        rows: list[int] = []
+        most, rows = self._most_pages(stored_pool), list[int]()
         while note.next_row < len(keys) and len(rows) < most:
             place = self._by_key.get((stored_pool.name, keys[note.next_row].tobytes()))
             if place is None:
@@ -304,6 +327,11 @@ class ReadAhead(Owned):
                 place[0].rids.add(rid)
             note.next_row += 1
         return rows
+
+    def _most_pages(self, stored_pool: StoredPool) -> int:
+        """Pages of a whole piece."""
+        most_nbytes = min(_PIECE_NBYTES, self._limit_nbytes // _PIECES_MIN)
+        return max(1, min(_PIECE_PAGES, most_nbytes // stored_pool.page_nbytes))
 
     def _announce(self, piece: _Piece) -> None:
         """Whole: what is staged is found by key, with all its layers."""
@@ -337,7 +365,7 @@ class ReadAhead(Owned):
             self._by_key[stored_pool.name, key.tobytes()] = (staged, row)
         return staged
 
-    def _ended(self, staged: _Staged, over: bool, duration_s: float) -> None:
+    def _ended(self, staged: _Staged, flight: Flight, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
             metrics = staged.read.stored_pool.metrics
@@ -347,8 +375,9 @@ class ReadAhead(Owned):
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             metrics.count("ahead_pages", len(staged.read.keys))
-            if not staged.read.stored_pool.kv_pool.trailing:
-                self._measured(staged.read.nbytes, duration_s)
+            nbytes, seconds = self._trials.observe(flight, duration_s)
+            if nbytes and not staged.read.stored_pool.kv_pool.trailing:
+                self._measured(nbytes, seconds)
             return
         self._failed(staged, error)
 

@@ -1,0 +1,87 @@
+"""How many pieces are read ahead at once: one, or two, as trials of each path of each pool found.
+
+One piece at a time (INTRA) leaves the medium idle between its end and the beginning of the next;
+two (CROSS) do not, and use it better where one alone does not keep it busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.base.arrays import Keys
+from tutti.base.pipeline import Overlap, PipelineChooser
+from tutti.integration.sglang.direct.stored_pool import StoredPool
+
+#: What is issued is not recalled, so a load that is due waits for twice as much behind two pieces.
+_GAIN = 1.1
+
+
+@dataclass(eq=False)
+class Flight:
+    """A piece under way.  is_whole: not the short end of a chain.  shared: beside another one."""
+
+    stored_pool: StoredPool
+    chooser: PipelineChooser
+    nbytes: int
+    is_whole: bool
+    began_s: float
+    shared: bool = False
+
+    @property
+    def most(self) -> int:
+        """Pieces that may be under way."""
+        return 2 if self.chooser.overlap is Overlap.CROSS else 1
+
+
+class PieceTrials:
+    """The choices of one thread that reads ahead, and what its pieces took."""
+
+    def __init__(self) -> None:
+        self._choosers: dict[tuple[str, str], PipelineChooser] = {}
+        self._path_changes: dict[str, int] = {}
+        self._ended_s = 0.0
+        self._first: tuple[Flight, float] | None = None  # of two that share, and what it took
+
+    def begin(self, stored_pool: StoredPool, keys: Keys, most: int, now_s: float) -> Flight:
+        """A piece of these keys begins.  most: pages of a whole one."""
+        path, changes = stored_pool.store.path_of(keys)
+        if self._path_changes.get(stored_pool.name) != changes:
+            self._path_changes[stored_pool.name] = changes
+            for key in [key for key in self._choosers if key[0] == stored_pool.name]:
+                del self._choosers[key]
+        chooser = self._choosers.setdefault((stored_pool.name, path), PipelineChooser(_GAIN))
+        nbytes = len(keys) * stored_pool.page_nbytes
+        return Flight(stored_pool, chooser, nbytes, len(keys) == most, now_s)
+
+    def end(self, flight: Flight, now_s: float) -> float:
+        """Seconds that a piece took: from its beginning, or the end of the one before."""
+        seconds = now_s - max(flight.began_s, self._ended_s)
+        self._ended_s = now_s
+        return seconds
+
+    def observe(self, flight: Flight, seconds: float) -> tuple[int, float]:
+        """Counts a piece that was read: bytes and seconds, where they tell the medium's speed.
+
+        Of two that shared it, they do together.
+        """
+        nbytes, is_whole, way = flight.nbytes, flight.is_whole, Overlap.INTRA
+        if flight.shared:
+            first, self._first = self._first, None
+            if first is None or first[0].chooser is not flight.chooser:
+                self._first = flight, seconds
+                return 0, 0.0
+            nbytes, seconds = nbytes + first[0].nbytes, seconds + first[1]
+            is_whole, way = is_whole and first[0].is_whole, Overlap.CROSS
+        if is_whole:
+            flight.chooser.observe(way, nbytes, seconds)
+        flight.stored_pool.metrics.level("ahead_pieces", flight.most)
+        return nbytes, seconds
+
+    def rest(self) -> None:
+        """Nothing is under way."""
+        self._first = None
+
+    def stats(self) -> dict[str, Any]:
+        """Each pool and path: the choice, and the GB/s of the trials."""
+        return {", ".join(key): chooser.stats() for key, chooser in list(self._choosers.items())}

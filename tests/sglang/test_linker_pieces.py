@@ -1,0 +1,117 @@
+"""How many pieces the linker reads ahead at once: chosen by trials, and again after a plan.
+
+The medium's speed is a pause, behind which each read is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from linker_engine import Rig, ahead_pages, names, wait_for
+
+from tutti.base.pipeline import TRIALS
+
+PAGES = 40  #: four whole pieces
+PAUSE_S = 0.2
+
+
+class Medium:
+    """Reads take a pause each: at the same time, or one after another."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, *, parallel: bool) -> None:
+        self._load = rig.stored_pool.store.load
+        self._parallel = parallel
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+        self.under_way = self.most = 0
+        monkeypatch.setattr(rig.stored_pool.store, "load", self.load)
+
+    def load(self, *arguments: Any, **options: Any) -> Any:
+        ticket = self._load(*arguments, **options)
+        with self._lock:
+            begin_s = time.monotonic()
+            if not self._parallel:
+                begin_s = max(begin_s, self._free_s)
+            self._free_s = begin_s + PAUSE_S
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        return Late(self, ticket, self._free_s)
+
+
+class Late:
+    """A ticket that settles later."""
+
+    def __init__(self, medium: Medium, ticket: Any, there_s: float) -> None:
+        self._medium, self._ticket, self._there_s = medium, ticket, there_s
+        self._is_counted = True
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        time.sleep(max(0.0, self._there_s - time.monotonic()))
+        if self._is_counted:
+            self._is_counted = False
+            self._medium.under_way -= 1
+        return bool(self._ticket.wait_settled(timeout_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
+
+
+def read_ahead(rig: Rig) -> None:
+    """All pages are read ahead, and forgotten."""
+    before = ahead_pages(rig.linker)
+    assert rig.lookup(names(PAGES)) == PAGES
+    wait_for(lambda: ahead_pages(rig.linker) == before + PAGES)
+    rig.linker.ahead.reset()
+
+
+def stored(rig: Rig) -> list[bytes]:
+    rig.fill(1)
+    want = rig.content(range(PAGES))
+    assert rig.store(names(PAGES), range(PAGES))
+    rig.wipe()
+    return want
+
+
+@pytest.mark.parametrize(
+    ("parallel", "chosen", "pieces"), [(True, "cross", 2), (False, "intra", 1)]
+)
+def test_two_pieces_at_once_where_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool, chosen: str, pieces: int
+) -> None:
+    with Rig(tmp_path) as rig:
+        want = stored(rig)
+        medium = Medium(rig, monkeypatch, parallel=parallel)
+        for _ in range(3):
+            read_ahead(rig)
+        ((path, found),) = rig.linker.ahead.stats().items()
+        assert path == "kv, direct"
+        assert (found["overlap"], found["decided"]) == (chosen, True), found
+        assert [len(found[f"{way}_gb_per_s"]) for way in ("intra", "cross")] == [TRIALS, TRIALS]
+        assert medium.most == 2, "that was tried"
+        medium.most = 0
+        read_ahead(rig)
+        assert medium.most == pieces
+        assert rig.linker.metrics.snapshot()["ahead_pieces"] == pieces
+        assert rig.lookup(names(PAGES)) == PAGES
+        assert rig.restore(names(PAGES), range(20, 60))
+        assert rig.content(range(20, 60)) == want
+
+
+def test_a_new_plan_of_residency_is_tried_again(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        stored(rig)
+        store = rig.stored_pool.store
+        if not store.controller.direct:
+            pytest.skip("no direct I/O here")
+        for _ in range(3):
+            read_ahead(rig)
+        assert rig.linker.ahead.stats()["kv, direct"]["decided"]
+        store.residency.replan(budget_nbytes=1 << 30)
+        read_ahead(rig)
+        ((path, found),) = rig.linker.ahead.stats().items()
+        assert path == "kv, page cache"
+        assert not found["decided"]
