@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +43,25 @@ class Transfer(Protocol):
         """Issues nothing more."""
 
 
+@runtime_checkable
+class HeldTransfer(Protocol):
+    """A transfer whose layers can be granted, see `Job.grant`."""
+
+    @property
+    def layers_ready(self) -> int:
+        """Layers that came from the medium, from the first on."""
+
+    def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """Lets the first ``layers`` layers be issued."""
+
+
 class TransferOptions(TypedDict, total=False):
     """Options of a transfer.
 
     digests: uint64 (n, layers), filled with each slice's digest, or compared with it when
     ``compare``; with ``gated`` only once the gate was opened.
+    held: its layers are issued as `HeldTransfer.grant` lets them, or all after ``timeout_s``; for
+    host memory, and for GPU memory by an engine that says so.
     ahead: a load in host memory that nothing waits for: its commands come after those of other
     loads, until `Transfer.wait_layers` is called.
     priority: PRIORITY_RECORDS (default), PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
@@ -66,8 +80,7 @@ class TransferOptions(TypedDict, total=False):
 
 
 class HostOptions(TransferOptions, total=False):
-    """Options in host memory, where `Options.held` says that `Job.grant` issues the layers, or
-    ``timeout_s`` all of them.  fua: a write is durable when it ends.
+    """Options in host memory.  fua: a write is durable when it ends.
 
     words: shared with a mover of the memory, cleared and kept until the job was released: the
     engine marks each layer there, and begins layer l only once ``moved + window > l``.

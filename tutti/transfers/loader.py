@@ -89,9 +89,9 @@ class _Gate(NamedTuple):
 
 @dataclass(eq=False)
 class QueuedLoad:
-    """A load that the scheduler knows.  progress: of a held one; else ``due`` is set when it may
-    start.
+    """A load that the scheduler knows.  progress: of a held one.
 
+    due: of one into GPU memory, set when it may start; started: it did.
     granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
     """
 
@@ -99,8 +99,15 @@ class QueuedLoad:
     layers: int
     progress: LoadProgress | None = None
     due: threading.Event | None = None
+    started: bool = False
     granted: int = 0
     ready: int = 0
+
+
+def are_passed(loads: dict[str, QueuedLoad]) -> bool:
+    """Whether none of them would hold up a load that followed it on a stream of the GPU."""
+    on_streams = [load for load in loads.values() if load.due is not None]
+    return all(load.started and load.granted == load.layers for load in on_streams)
 
 
 class Loader:

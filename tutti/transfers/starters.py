@@ -12,8 +12,8 @@ from tutti.transfers.tickets import LoadProgress
 
 
 class Order(TypedDict, total=False):
-    """When a load's commands are issued.  held: layers as ``LoadProgress.grant`` allows; for host
-    memory.  ahead: after other loads, see ObjectStore.load.
+    """When a load's commands are issued.  held: layers as ``LoadProgress.grant`` allows.  ahead:
+    after other loads, see ObjectStore.load.
     """
 
     held: bool

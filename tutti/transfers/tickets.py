@@ -20,10 +20,9 @@ from tutti.base.histogram import Histogram
 from tutti.base.interrupts import Latch
 from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
-from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
-from tutti.gio_uring.transfer import Transfer
+from tutti.gio_uring.transfer import HeldTransfer, Transfer
 
 _STREAM_MAX = 2**64 - 1  # an address
 
@@ -350,13 +349,13 @@ class LoadProgress:
 
     @property
     def layers_ready(self) -> int:
-        """Layers of all pages that have arrived, from the first on; of a load in host memory."""
-        return min((_job(part).layers_ready for part in self.parts), default=self.layers)
+        """Layers of all pages that came from the medium, from the first on; of a held load."""
+        return min((_held(part).layers_ready for part in self.parts), default=self.layers)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
         """Lets so many layers of a held load be read; see Job.grant."""
         for part in self.parts:
-            _job(part).grant(layers, report_at, on_ready)
+            _held(part).grant(layers, report_at, on_ready)
 
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """See LoadTicket."""
@@ -399,8 +398,8 @@ class LoadProgress:
                 )
 
 
-def _job(part: LoadPart) -> Job:
-    assert isinstance(part.job, Job), "a load in host memory"
+def _held(part: LoadPart) -> HeldTransfer:
+    assert isinstance(part.job, HeldTransfer), "an engine that holds layers"
     return part.job
 
 

@@ -1,15 +1,13 @@
 """Puts and loads of one pool: the queue of the process decides when each starts, this starts it.
 
 A put is cut to parts of whole pages, which the writer takes with the put's own ticket.  A long put
-is granted layer by layer, so that it can stop when a load comes.  Short parts
-wait while the writer is at work, and are written together: decoding appends one page at a time to
-many chains, and alone each would be a command per layer and a record.  As in Nagle's algorithm no
-clock decides: they go with the first batch that ends.
+is granted layer by layer, to stop when a load comes.  Short parts wait while the writer is at work,
+and are written together: decoding appends single pages to many chains, each a command per layer and
+a record alone.  As in Nagle's algorithm no clock decides: they go with the first batch that ends.
 
-The engine has a load from the beginning, and reads as many of its layers as the queue has granted;
-what has arrived is reported a few layers at a time.  Into GPU memory a load is one launch, and
-``load`` returns once it was started: a stream waits for loads in the order of their start, so one
-that is held would hold up what was granted behind it.
+The engine has a load at once, and reads the layers that the queue has granted; arrivals are told a
+few at a time.  Into GPU memory a stream waits for loads in the order of their start, so the next is
+announced once all of the one before is granted.
 """
 
 from __future__ import annotations
@@ -44,15 +42,14 @@ from tutti.scheduler.event import (
 from tutti.scheduler.loads_and_writes import LoadKind, report_at
 from tutti.scheduler.state import Issue
 from tutti.transfers.in_flight import InFlight
-from tutti.transfers.loader import QueuedLoad
+from tutti.transfers.loader import QueuedLoad, are_passed
 from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
 COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
 LONG_NBYTES = UNIT_NBYTES = 16 << 20  #: of a put that stops for a load, and of an issue of it
-_LOOK_S = 0.5
-_NEVER = 2**32 - 1
+_LOOK_S, _NEVER = 0.5, 2**32 - 1
 
 
 class TransferQueue(Owned):
@@ -69,6 +66,7 @@ class TransferQueue(Owned):
         self._loader = loader
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
+        self._turn = threading.Condition(self._lock)  # of loads into GPU memory
         self._puts: dict[str, QueuedPut] = {}
         self._loads: dict[str, QueuedLoad] = {}
         self._alone: tuple[str, LoadProgress | None] = ("", None)  # the last, until it was reported
@@ -171,7 +169,8 @@ class TransferQueue(Owned):
         nbytes = core.geometry.slice_nbytes * len(keys)
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
-            load.due, known.unit_layers = threading.Event(), load.layers
+            load.due = threading.Event()
+            known.unit_layers = 1 if getattr(memory.path, "holds", False) else load.layers
         elif ahead:
             known.kind, known.batch = LoadKind.BACKGROUND, batch or load.name
         # What waits for a clear first would teach the profile a wrong speed.
@@ -198,25 +197,27 @@ class TransferQueue(Owned):
         self, dispatcher: Dispatcher, load: QueuedLoad, known: LoadKnown, given: tuple[Any, ...]
     ) -> LoadProgress:
         timeout_s = self._core.config.timeout_s
-        with self._lock:
+        can_hold = load.due is None or known.unit_layers < load.layers
+        with self._turn:
+            if load.due is not None and can_hold:
+                self._turn.wait_for(partial(are_passed, self._loads), timeout_s)
+                known.at_ns = dispatcher.now_ns()
             self._loads[load.name] = load
             stopping = self._stopping
         if stopping:
             self._release_load(load)
         else:
             dispatcher.post(known)
-        if load.due is not None:
-            load.due.wait(timeout_s)  # one that is stuck costs time, not service
-        held = load.due is None and load.granted < load.layers
+        if load.due is not None and not load.due.wait(timeout_s):
+            load.granted = load.layers  # a scheduler that is stuck costs time, not service
+        held = can_hold and load.granted < load.layers
         progress = self._loader.load(*given[:3], held=held, ahead=given[3])
-        if held:
-            with self._lock:
-                load.progress = progress
-            try:
-                self._grant(load, progress)  # what was decided meanwhile
-            except BaseException:
-                progress.cancel(timeout_s)
-                raise
+        load.progress, load.started = progress if held else None, True
+        try:
+            self._go_on(load)  # what was decided meanwhile
+        except BaseException:
+            progress.cancel(timeout_s)
+            raise
         return progress
 
     def _over(self) -> int:
@@ -229,8 +230,13 @@ class TransferQueue(Owned):
     def _release_load(self, load: QueuedLoad) -> None:
         """It waits for no more decisions."""
         load.granted = load.layers
-        if load.due is not None:
+        self._go_on(load)
+
+    def _go_on(self, load: QueuedLoad) -> None:
+        if load.due is not None:  # wakes the threads that called ``load``, and the next one's
             load.due.set()
+            with self._turn:
+                self._turn.notify_all()
         if load.progress is not None:
             self._grant(load, load.progress)
 
@@ -273,10 +279,7 @@ class TransferQueue(Owned):
             if load is None or self._stopping:
                 return
             load.granted = launch.first + launch.count
-        if load.due is not None:  # the thread that called ``load`` goes on
-            load.due.set()
-        elif load.progress is not None:
-            self._grant(load, load.progress)
+        self._go_on(load)
 
     def _grant(self, load: QueuedLoad, progress: LoadProgress) -> None:
         """Of a load that is granted whole the end alone is reported."""
@@ -333,12 +336,8 @@ class TransferQueue(Owned):
 
     def drop(self, name: str) -> None:
         """See TransferIssuer."""
-        with self._lock:
-            put = self._puts.get(name)
-        if put is None:
-            return
-        waiting = self._give_up(put)
-        if waiting.size:
+        put = self._puts.get(name)
+        if put is not None and (waiting := self._give_up(put)).size:
             put.progress.outcome[waiting] = Outcome.DROPPED
             with self._core.lock:
                 self._core.counters.dropped += waiting.size
@@ -493,8 +492,9 @@ class TransferQueue(Owned):
     def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
         layers = load.layers if ended and load.granted == load.layers else 0
-        with self._lock:
+        with self._turn:
             self._loads.pop(load.name, None)
+            self._turn.notify_all()
             if self._alone[0] == load.name:
                 self._alone = "", None
         dispatcher.note(LoadGone(dispatcher.now_ns(), load.name, layers))

@@ -59,12 +59,13 @@ class Rig:
         verify: str = "always",
         plain: bool = False,
         digest_cache_nbytes: int = 1 << 20,
+        **more: Any,
     ) -> None:
         self.controller = controller
         self.driver = driver
         self.kernels = Kernels(driver, None)
         config = StoreConfig(
-            timeout_s=timeout_s, verify=verify, digest_cache_nbytes=digest_cache_nbytes
+            timeout_s=timeout_s, verify=verify, digest_cache_nbytes=digest_cache_nbytes, **more
         )
         self.store = ObjectStore(controller, names, config=config)
         self.gpu = HostEngine(

@@ -112,6 +112,8 @@ class HostEngine(Owned):
     """
 
     name = "host"
+    #: Whether it takes the option `held`, for reads.
+    holds = True
     #: Why this engine was chosen, for `stats`.
     reason = REASON
     #: Why its staging has the size that it has.
@@ -205,7 +207,9 @@ class HostEngine(Owned):
                     self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
                 )
             route = Route(copies, cells, is_read, verification)
-            route, watch = self._overlaps.choose(route, extents, pages.size * stride)
+            route, watch = self._overlaps.choose(
+                route, extents, pages.size * stride, is_held=options.get("held", False)
+            )
             moved = MovedJob(stream_queue, jobs, route)
             owner.is_free = moved.is_free
             moved.read_s = lambda: released.read_s

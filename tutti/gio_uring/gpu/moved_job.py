@@ -113,6 +113,16 @@ class MovedJob(Owned):
         """Whether every layer is in its place or failed."""
         return all(job.report().done for job in self._jobs) and self._is_through()
 
+    @property
+    def layers_ready(self) -> int:
+        """Layers that are in the staging, from the first on."""
+        return min(job.layers_ready for job in self._jobs)
+
+    def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """As `Job.grant`; the last of its jobs to report finds all of them ready."""
+        for job in self._jobs:
+            job.grant(layers, report_at, on_ready)
+
     def enqueue(self, *, now: bool) -> None:
         """Gives the transfer to the stream_queue.  A CUDA error cancels it; waits raise the error.
 

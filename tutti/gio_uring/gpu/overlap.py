@@ -63,17 +63,18 @@ class Overlaps(Owned):
         self._last: weakref.ref[MovedJob] | None = None
 
     def choose(
-        self, route: Route, extents: Extents, layer_nbytes: int
+        self, route: Route, extents: Extents, layer_nbytes: int, *, is_held: bool
     ) -> tuple[Route, Callable[[MovedJob], object]]:
         """The route of a transfer, and what to call once it was given to its queue.
 
-        INTRA for writes, and for reads that cannot be copied as a whole: the staging has not all of
-        their layers, or too many calls would be behind one wait.
+        INTRA for writes, for reads whose layers are granted one after another, and for those that
+        cannot be copied as a whole: the staging has not all of their layers, or too many calls
+        would be behind one wait.
         """
         if not route.is_read:
             return route, lambda moved: None
         cells, began_s = route.cells, time.monotonic()
-        has_places = len(cells.chunks) == 1 and cells.cells >= cells.layers
+        has_places = not is_held and len(cells.chunks) == 1 and cells.cells >= cells.layers
         are_few = cells.layers * (route.copies[0].calls + 1) <= CALLS_MAX
         if not (has_places and are_few and cells.layers >= max(2, len(self._queue.streams))):
             return route, self._follow
