@@ -207,9 +207,7 @@ class HostEngine(Owned):
                     self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
                 )
             route = Route(copies, cells, is_read, verification)
-            route, watch = self._overlaps.choose(
-                route, extents, pages.size * stride, is_held=options.get("held", False)
-            )
+            route, watch = self._overlaps.choose(route, extents, pages.size * stride, options)
             moved = MovedJob(stream_queue, jobs, route)
             owner.is_free = moved.is_free
             moved.read_s = lambda: released.read_s

@@ -22,6 +22,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.moved_job import MovedJob, Route
 from tutti.gio_uring.gpu.stream_queue import CALLS_MAX, StreamQueue
 from tutti.gio_uring.iocb import Extents
+from tutti.gio_uring.transfer import TransferOptions
 
 #: A model computes layer l while later ones come, which CROSS gives up.  A load of T seconds with C
 #: of computing takes max(T, C); of T' seconds as a whole, T' + C.  So CROSS gains T - T' at most
@@ -63,7 +64,7 @@ class Overlaps(Owned):
         self._last: weakref.ref[MovedJob] | None = None
 
     def choose(
-        self, route: Route, extents: Extents, layer_nbytes: int, *, is_held: bool
+        self, route: Route, extents: Extents, layer_nbytes: int, options: TransferOptions
     ) -> tuple[Route, Callable[[MovedJob], object]]:
         """The route of a transfer, and what to call once it was given to its queue.
 
@@ -74,7 +75,9 @@ class Overlaps(Owned):
         if not route.is_read:
             return route, lambda moved: None
         cells, began_s = route.cells, time.monotonic()
-        has_places = not is_held and len(cells.chunks) == 1 and cells.cells >= cells.layers
+        has_places = (
+            not options.get("held") and len(cells.chunks) == 1 and cells.cells >= cells.layers
+        )
         are_few = cells.layers * (route.copies[0].calls + 1) <= CALLS_MAX
         if not (has_places and are_few and cells.layers >= max(2, len(self._queue.streams))):
             return route, self._follow
