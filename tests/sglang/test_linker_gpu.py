@@ -15,10 +15,11 @@ import torch
 from linker_engine import FlatProfile, ahead_pages, damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
+from node.agents import running, start_process
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from test_linker_profile import Batch
 
-from tutti.errors import DeviceTimeout, PoolInUse
+from tutti.errors import DeviceTimeout, PoolInUse, Unsupported
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.gpu_copies import Gpu, open_gpu
 from tutti.integration.sglang.direct.model_steps import STEPS
@@ -51,6 +52,48 @@ def test_pages_come_back_byte_for_byte(
         target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
         assert rig.restore(names(10), target)
         assert rig.content(target) == want
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_go_through_an_agent_and_come_back_after_it_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Staging is registered with the controller of each session in turn."""
+    path, folder = tmp_path / "s", tmp_path / "pools"
+    folder.mkdir()
+    agent = start_process(path, folder)
+    try:
+        with gpu_rig(Path(f"unix:{path}"), monkeypatch, kind, read_ahead_share=0.0) as rig:
+            store = rig.stored_pool.store
+            rig.fill(1)
+            want = rig.content(range(3, 13))
+            assert rig.store(names(10), range(3, 13))
+            for lives, target in ((0, range(20, 30)), (1, range(40, 50))):
+                if lives:
+                    agent.kill()
+                    agent.communicate(timeout=engine.WAIT_S)
+                    agent = start_process(path, folder)
+                    wait_for(lambda: store.connected and store.recovered)
+                    assert store.stats()["reconnects"] == lives
+                rig.wipe()
+                assert rig.lookup(names(12)) == 10
+                assert rig.restore(names(10), target)
+                assert rig.content(target) == want
+            assert store.stats()["gpu_layers"] == 3 * engine.LAYERS
+    finally:
+        agent.kill()
+        agent.communicate(timeout=engine.WAIT_S)
+
+
+def test_an_agents_pages_are_moved_by_the_engine_host_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        running(tmp_path) as agent,
+        pytest.raises(Unsupported, match="gpu_engine launch"),
+        gpu_rig(Path(f"unix:{agent.path}"), monkeypatch, gpu_engine="launch"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("kind", KINDS)

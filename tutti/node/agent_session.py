@@ -21,9 +21,10 @@ import numpy as np
 from tutti.base.arrays import U32, Rows
 from tutti.base.interrupts import uninterrupted
 from tutti.base.threads import start_thread
-from tutti.errors import AgentLost, AgentRefused, DeviceTimeout, TuttiError
+from tutti.errors import AgentLost, AgentRefused, DeviceTimeout, TuttiError, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
+from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE, STATUS_CANCELLED
@@ -112,7 +113,7 @@ class AgentSession:
         self._settles: list[threading.Event] = []
         self._moving = 0
         self._ids = itertools.count(1)
-        self._regions: dict[int, list[DmaRegion]] = {}
+        self._regions: dict[int, list[DmaRegion]] = {}  # by memory, and by GPU engine
         self.lost = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         start_thread(self._reader, "tutti-client", self._undo_opening)
@@ -131,7 +132,20 @@ class AgentSession:
         return answer.value
 
     def register(self, memory: HostMemory) -> None:
-        """Makes memory known to the session's own controller."""
+        """Makes memory known to the session's own controller, with the staging of its GPU engine.
+
+        Raises Unsupported for an engine that needs drives of its own, CapacityError for staging
+        without room for a page.
+        """
+        gpu = memory.memory.path
+        if gpu is not None and id(gpu) not in self._regions:
+            if not isinstance(gpu, HostEngine):
+                raise Unsupported(
+                    "pages in GPU memory are moved by the engine host where an agent has the pool;"
+                    " use HostEngine (SGLang's linker: gpu_engine host)"
+                )
+            gpu.check_page(memory.memory, self.geometry.slice_nlb)
+            self._regions[id(gpu)] = gpu.lend_staging(self.controller)
         self._regions[id(memory)] = self.controller.register_all(memory.buffers)
         self.controller.read_page_sizes()
 
@@ -313,8 +327,7 @@ class AgentSession:
             raise
 
     def _submitter(self, memory: PagedMemory) -> Submitter:
-        path: Submitter | None = memory.path
-        return self.engine if path is None else path
+        return self.engine if memory.path is None else memory.path.through(self.engine)
 
     def _extents(self, job: MoveJob, pages: int) -> tuple[Rows, Extents]:
         """Which of the plan's pages a job moves, and where; native code checks the slots."""

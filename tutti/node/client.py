@@ -279,13 +279,15 @@ class NodeStore(Owned, Store):
 
     def stats(self) -> dict[str, Any]:
         """See ObjectStore: the pool's, of all clients; and how this one is connected."""
-        mine = {
+        mine: dict[str, Any] = {
             "connected": int(self.connected),
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
             "profile": OFF if self.config.schedule is None else self.config.schedule.source,
             "scheduler": {} if self.scheduler is None else self.scheduler.counters(),
         }
+        for memory in self._memories:
+            mine |= memory.stats()
         if (session := self._kept.session) is not None:
             mine["request_nbytes_max"] = session.controller.request_nbytes_max
         with contextlib.suppress(AgentLost, AgentRefused):

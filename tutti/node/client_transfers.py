@@ -64,7 +64,8 @@ class ClientWriter:
     def _put(self, part: PutPart) -> BaseException | None:
         rows, progress, session = part.rows, part.progress, self._kept.session
         left = _Countdown(lambda: part.ended(part, None))
-        step = self.batch_pages if session is None else session.welcome.batch_pages
+        most = self.batch_pages if session is None else session.welcome.batch_pages
+        step = self._state.write_pages_max(part.request.memory, most)
         for start in range(0, rows.size, step):
             try:
                 # Of a chain nothing is stored behind what was dropped.

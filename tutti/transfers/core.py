@@ -154,12 +154,6 @@ class Core(InFlight):
         if check is not None:
             check(memory, self.geometry.slice_nlb)
 
-    def write_pages_max(self, memory: PagedMemory, most: int) -> int:
-        """Pages of one write from this memory: ``most``, or what its path copies out at once."""
-        path: Submitter | None = memory.path
-        limit = getattr(path, "write_pages_max", None)
-        return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
-
     def choose_victims(self, n: int, among: Mask | None = None, *, ages: bool = True) -> Slots:
         """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
 

@@ -13,6 +13,7 @@ from tutti.base.callbacks import Guard
 from tutti.base.histogram import Histogram
 from tutti.base.process import Owned
 from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.geometry import Geometry
 from tutti.transfers.store_config import StoreConfig
 
@@ -64,6 +65,11 @@ class InFlight(Owned):
     def absent(self, keys: Keys) -> Mask:
         """Which of these keys (n,) a put would write, as far as is known.  Lock held."""
         raise NotImplementedError
+
+    def write_pages_max(self, memory: PagedMemory, most: int) -> int:
+        """Pages of one write from this memory: ``most``, or what its path copies out at once."""
+        limit = getattr(memory.path, "write_pages_max", None)
+        return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
 
     def begin(self) -> None:
         """Counts an operation in flight.  PoolClosed while closing.  Lock held."""

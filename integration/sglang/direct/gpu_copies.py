@@ -23,7 +23,7 @@ from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
-from tutti.gio_uring.gpu.engine_choice import choose_engine
+from tutti.gio_uring.gpu.engine_choice import AUTO, HOST, Choice, choose_engine
 from tutti.gio_uring.gpu.events import EventPool
 from tutti.gio_uring.gpu.host_engine import STREAMS, HostEngine
 from tutti.gio_uring.gpu.mover import (
@@ -45,6 +45,7 @@ from tutti.integration.sglang.direct.table_copy import TableCopies, are_short
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.profile import TableProfile
+from tutti.store import ObjectStore
 
 _log = logging.getLogger(__name__)
 
@@ -120,10 +121,10 @@ class Gpu:
         staging: pinned memory of either direction, which every byte crosses.
         """
         controller = store.engine.controller
-        choice = choose_engine(self._engine, self.driver, controller, self._profile)
+        choice = self._choose_engine(store)
         _log.info("GPU engine %s: %s; staging: %s", choice.kind, choice.reason, staging.reason)
         engine: HostEngine | DeviceEngine
-        if choice.kind == "host":
+        if choice.kind == HOST:
             share, count = self.share, self._streams_each()
             with ExitStack() as undo:
                 verifier = self._verifier_for(store, staging)
@@ -153,6 +154,18 @@ class Gpu:
         self._engines.append(engine)
         self._check_channels()
         return engine
+
+    def _choose_engine(self, store: Store) -> Choice:
+        """Raises Unsupported for an engine that an agent's client cannot have."""
+        if isinstance(store, ObjectStore):
+            controller = store.engine.controller
+            return choose_engine(self._engine, self.driver, controller, self._profile)
+        if self._engine not in (AUTO, HOST):
+            raise Unsupported(
+                f"gpu_engine {self._engine}: its kernels need the pool's own drives, which an agent"
+                " has; use gpu_engine host, or name a folder as the path"
+            )
+        return Choice(HOST, "the pool is an agent's")
 
     def _device_code(self) -> Modules:
         """Every kernel.  Raises Unsupported or CudaError."""

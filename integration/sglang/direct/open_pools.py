@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tutti.errors import Unsupported
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.staging_size import staging_sizes
@@ -50,11 +49,6 @@ def open_stored_pools(
     profile: by which its puts and loads are launched; None for at once.  profile_source: where it
     came from.
     """
-    if gpu is not None and uses_agent(options):
-        raise Unsupported(
-            "pages in GPU memory are not moved through an agent; name a folder as the path, or use"
-            " HiCache (TuttiHiCacheStorage) with the agent"
-        )
     pools = list(group.pools.values())
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)

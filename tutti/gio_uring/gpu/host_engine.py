@@ -34,6 +34,7 @@ from tutti.base.arrays import U32, U64
 from tutti.base.process import Owned
 from tutti.base.units import MiB
 from tutti.errors import PoolClosed
+from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.engine_choice import REASON
@@ -45,8 +46,9 @@ from tutti.gio_uring.gpu.stream_queue import Cells, Needed, StagedLayers, Stream
 from tutti.gio_uring.gpu.verifier import Expected, Verification, Verifier
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
+from tutti.gio_uring.memory import DmaRegion
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.gio_uring.transfer import TIMEOUT_S, TransferOptions
+from tutti.gio_uring.transfer import TIMEOUT_S, Submitter, TransferOptions
 
 STAGING_NBYTES = 256 * MiB
 #: So that waits, copies and events of neighbouring layers overlap.
@@ -98,6 +100,24 @@ class _Ended:
     """What a callback is told of a transfer."""
 
     page_status: U32
+
+
+@dataclass(frozen=True)
+class _Through:
+    """See `HostEngine.through`."""
+
+    gpu: HostEngine
+    engine: Engine
+
+    def submit(
+        self,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        **options: Unpack[TransferOptions],
+    ) -> MovedJob:
+        return self.gpu._submit(self.engine, opcode, extents, pages, memory, options)
 
 
 class HostEngine(Owned):
@@ -174,11 +194,35 @@ class HostEngine(Owned):
         Raises CapacityError when the staging is too small, DeviceTimeout when none comes free,
         CudaError, and what the engine raises.
         """
+        return self._submit(self.engine, opcode, extents, pages, memory, options)
+
+    def through(self, engine: Engine) -> Submitter:
+        """What moves the same pages with the I/O done by another native engine, whose controller
+        was lent the staging: an agent's client has one for each session.
+        """
+        return _Through(self, engine)
+
+    def lend_staging(self, controller: NativeController) -> list[DmaRegion]:
+        """Makes the staging known to another controller of the same drives.
+
+        The caller closes the regions before that controller.
+        """
+        return [queue.staging.lend(controller) for queue in (self._loads, self._stores)]
+
+    def _submit(
+        self,
+        engine: Engine,
+        opcode: int,
+        extents: Extents,
+        pages: U32,
+        memory: PagedMemory,
+        options: TransferOptions,
+    ) -> MovedJob:
         if self._closed:
             raise PoolClosed("the GPU engine is closed; attach a new one")
         is_read = opcode == OPCODE_READ
         stream_queue = self._loads if is_read else self._stores
-        lba_nbytes = self.engine.lba_nbytes
+        lba_nbytes = engine.lba_nbytes
         stride = extents.slice_nlb * lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         jobs: list[Job] = []
@@ -204,7 +248,7 @@ class HostEngine(Owned):
             for number in range(len(cells.chunks)):
                 parts = _chunk_options(options, cells.chunks[number], released.of(number))
                 jobs.append(
-                    self._submit_chunk(opcode, extents, memory, cells, number, owner, parts)
+                    self._submit_chunk(engine, opcode, extents, memory, cells, number, owner, parts)
                 )
             route = Route(copies, cells, is_read, verification)
             route, watch = self._overlaps.choose(route, extents, pages.size * stride, options)
@@ -217,14 +261,14 @@ class HostEngine(Owned):
             if is_late:
                 stream_queue.watch(
                     moved.is_settled,
-                    lambda: self.engine.guard.call("a completion callback", released.ended),
+                    lambda: engine.guard.call("a completion callback", released.ended),
                 )
             watch(moved)
             if verification is not None:
                 self._digested_layers[is_read] += moved.layers
             return moved
         except BaseException:
-            self._abandon(owner, jobs, moved)
+            self._abandon(engine, owner, jobs, moved)
             raise
 
     def _verification(
@@ -246,6 +290,7 @@ class HostEngine(Owned):
 
     def _submit_chunk(
         self,
+        engine: Engine,
         opcode: int,
         extents: Extents,
         memory: PagedMemory,
@@ -256,11 +301,11 @@ class HostEngine(Owned):
     ) -> Job:
         """The native job of one chunk, between the medium and its cells."""
         chunk = cells.chunks[number]
-        count, stride = chunk.last - chunk.first, extents.slice_nlb * self.engine.lba_nbytes
+        count, stride = chunk.last - chunk.first, extents.slice_nlb * engine.lba_nbytes
         staging = _staging_memory(memory, chunk.starts[:, None], stride, count, owner)
         if opcode == OPCODE_READ:
             chunk.words.grant(cells.granted(number))
-        return self.engine.submit(
+        return engine.submit(
             opcode,
             part_of(extents, chunk.first, chunk.last),
             np.arange(count, dtype=np.uint32),
@@ -310,7 +355,10 @@ class HostEngine(Owned):
         lba_nbytes = self.engine.lba_nbytes
         return self._stores.pages_max(Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes))
 
-    def _abandon(self, owner: LeaseOwner, jobs: Sequence[Job], moved: MovedJob | None) -> None:
+    @staticmethod
+    def _abandon(
+        engine: Engine, owner: LeaseOwner, jobs: Sequence[Job], moved: MovedJob | None
+    ) -> None:
         """After an error, or an interruption anywhere in `submit`: Ctrl-C can strike between a
         native submission and its job.  What a device may use stays.
         """
@@ -318,7 +366,7 @@ class HostEngine(Owned):
             moved.abandon()
             owner.is_free = moved.is_free
             return
-        owner.is_free = lambda: not self.engine.is_using(owner)
+        owner.is_free = lambda: not engine.is_using(owner)
         for job in jobs:  # nothing of them is on the stream
             job.on_released(None)
             job.cancel()

@@ -172,6 +172,14 @@ class PinnedStaging(Owned):
             raise
         self.arena = Arena(self.pinned.address, nbytes, "staging")
 
+    def lend(self, controller: NativeController) -> DmaRegion:
+        """Its registration with a controller, for the caller to close.
+
+        The first caller gets the one that it was made with, so both name the same controller.
+        """
+        region, self._region = self._region, None
+        return controller.register(self._buffer) if region is None else region
+
     def close(self) -> None:
         """Frees the memory, which must be unused."""
         self.pinned.close()
