@@ -167,6 +167,17 @@ soak: $(VENV)/.test build/view ## SECONDS=... SEED=... of random operations, kil
 	PYTHONPATH=tests $(PY) -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) \
 	  --out build/soak.json
 
+# Debian's Prometheus, unpacked and not installed: without it the tests of alerts skip by name.
+PROMETHEUS := build/prometheus
+.PHONY: prometheus
+prometheus:
+	@[ -e $(PROMETHEUS)/usr/bin/promtool ] || command -v promtool > /dev/null || { mkdir -p $(PROMETHEUS) && \
+	  (cd $(PROMETHEUS) && apt-get -q update && apt-get -q download prometheus && dpkg -x prometheus_*.deb . && \
+	  rm prometheus_*.deb) > build/prometheus.log 2>&1 || \
+	  echo "Prometheus is not unpacked (see build/prometheus.log): tests of alerts will skip"; }
+
+test-unit: prometheus
+
 # Optional: without these packages (no network, another platform) their tests skip by name.
 .PHONY: device-check
 device-check: $(VENV)/.test
