@@ -12,6 +12,8 @@ pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-c
 "${pip[@]}" -r "$folder/requirements.txt" || exit 3
 # One of the compared systems: a download of 69 MB that works without CUDA. Its test can skip.
 "${pip[@]}" nixl==1.5.1 nixl-cu12==1.5.1 || echo "without nixl: the test of hicache-nixl will skip"
+# The indexer of Dynamo's router, 75 MB, which reads the events of the disk's pages.
+"${pip[@]}" ai-dynamo-runtime==1.6.1 || echo "without ai-dynamo-runtime: the test of Dynamo's indexer will skip"
 # For `bench peers` alone: without its requirements, only its C++ client for files works.
 "${pip[@]}" --target "$venv/peers" lmcache==0.5.6 || echo "without lmcache: bench peers names it as skipped"
 # The CUDA build of torchvision cannot load its library beside a CPU torch, and then these two
