@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from cluster.cable import Cable
 
 WAIT_S = 30.0
 _HERE = "127.0.0.1"
@@ -45,47 +45,6 @@ def python() -> str:
     return str(folder.parents[3] / "bin" / "python")
 
 
-class Far:
-    """A network of its own behind a cable, which can be cut, for segment servers.  Needs root."""
-
-    address, _NEAR = "10.199.83.2", "10.199.83.1"
-
-    def __init__(self) -> None:
-        if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
-            pytest.skip("network namespaces need root, ip, unshare and nsenter")
-        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-        self.enter = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
-        self.near = self._NEAR
-        ours = os.readlink("/proc/self/ns/net")
-        deadline_s = time.monotonic() + WAIT_S
-        while os.readlink(f"/proc/{self._holder.pid}/ns/net") == ours:
-            assert time.monotonic() < deadline_s, "no network namespace was made"
-            time.sleep(0.01)
-        peer = f"peer name tutti-far netns {self._holder.pid}"
-        made = subprocess.run(f"ip link add tutti-near type veth {peer}".split(), check=False)
-        if made.returncode:
-            self.close()
-            pytest.skip("this kernel has no veth devices")
-        for command in (
-            ["ip", "addr", "add", f"{self._NEAR}/30", "dev", "tutti-near"],
-            ["ip", "link", "set", "tutti-near", "up"],
-            [*self.enter, "ip", "addr", "add", f"{self.address}/30", "dev", "tutti-far"],
-            [*self.enter, "ip", "link", "set", "lo", "up"],
-        ):
-            subprocess.run(command, check=True)
-        self.connect(True)
-
-    def connect(self, whole: bool) -> None:
-        """Cuts or mends the cable; packets of a cut one are lost without an error."""
-        state = "up" if whole else "down"
-        subprocess.run([*self.enter, "ip", "link", "set", "tutti-far", state], check=True)
-
-    def close(self) -> None:
-        """The devices end with their network."""
-        self._holder.kill()
-        self._holder.wait(WAIT_S)
-
-
 class Cluster:
     """One master and its segment servers, over TCP on 127.0.0.1, or some of them far away."""
 
@@ -101,7 +60,7 @@ class Cluster:
         query = "&".join(f"{name}={value}" for name, value in options.items())
         return f"mooncake://{self._address}:{self.port}?{query}"
 
-    def add_segment(self, size: str = "64MB", far: Far | None = None) -> subprocess.Popen[bytes]:
+    def add_segment(self, size: str = "64MB", far: Cable | None = None) -> subprocess.Popen[bytes]:
         segment = self._start(
             "mooncake_client",
             f"--host={self._address if far is None else far.address}",

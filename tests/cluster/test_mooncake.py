@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster.mooncake_cluster import Cluster, Far, running
+from cluster.cable import Cable
+from cluster.mooncake_cluster import Cluster, running
 from cluster.nodes import PAGES, Node, nodes, until
 from node.agents import LAYOUT, start_process
 
@@ -152,15 +153,15 @@ def test_a_partition_costs_its_deadline_only(tmp_path: Path, seed: int) -> None:
     """Packets to and from the segment server are lost, while the master is reached."""
     rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
-    with contextlib.closing(Far()) as far, running(tmp_path / "m", 0, far.near) as cluster:
+    with contextlib.closing(Cable()) as far, running(tmp_path / "m", 0, far.near) as cluster:
         cluster.add_segment(far=far)
         with nodes(tmp_path, tier(cluster)) as (first, second):
             shared(first, keys)
-            far.connect(False)
+            far.fault = "cut"
             second.miss(keys, "failures")
             serve_well(second, own)
             assert second.store.match(keys) == 0
-            far.connect(True)
+            far.fault = ""
             cluster.add_segment()  # the master may have given up the one that was away
 
             def come_across() -> bool:

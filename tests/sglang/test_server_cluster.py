@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.cable import Cable
 from cluster.mooncake_cluster import Cluster, python, running
 from cluster.nodes import until
-from server_modes import HICACHE, LINKER, Mode, again, near, prompts
+from server_modes import Mode, again, both_modes, near, prompts
 from sglang_server import Server
 
 import tutti
@@ -74,7 +75,7 @@ def _fetch(one: _Agent, two: _Agent, pages: int) -> None:
     assert two.remote()["fetched"] == pages
 
 
-@pytest.mark.parametrize("mode", [HICACHE, LINKER], ids=lambda mode: mode.name)
+@both_modes
 def test_a_second_server_is_served_by_the_bytes_of_the_first(
     mode: Mode, tiny_model: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -107,3 +108,54 @@ def test_a_second_server_is_served_by_the_bytes_of_the_first(
         mode.served(computed, again(second, asked), 64 * _PAGES)
         cluster.master.kill()
         mode.served(computed, again(second, asked), 64 * _PAGES)
+
+
+@both_modes
+def test_servers_are_right_over_a_network_that_lies_is_slow_and_is_cut(
+    mode: Mode, tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    """The second server's own look-ups bring the first one's bytes: it stores none of its own, as
+    each prompt is offered once."""
+    well, slow, lying, cut = prompts(seed, 4)
+    with ExitStack() as stack:
+        cable = stack.enter_context(closing(Cable()))
+        cluster = stack.enter_context(running(tmp_path / "mooncake", 0, cable.near))
+        cluster.add_segment(far=cable)
+        one, two = stack.enter_context(_agents(tmp_path, cluster))
+        first, second = (
+            stack.enter_context(
+                Server(
+                    tiny_model,
+                    tmp_path / f"log{number}",
+                    mode.arguments(f"unix:{agent.path}", second_touch=bool(number)),
+                    page_size=64,
+                )
+            )
+            for number, agent in enumerate((one, two))
+        )
+        want = {id(prompt): first.ask(prompt) for prompt in (well, slow, lying, cut)}
+        until(lambda: one.remote()["replicated"] == 4 * _PAGES, lambda: str(one.remote()))
+
+        def right(prompt: list[int]) -> None:
+            reply = second.ask(prompt)
+            assert mode.loaded(reply) == 0 and near(reply, want[id(prompt)])
+
+        right(well)
+        until(lambda: two.remote()["fetched"] == _PAGES, lambda: str(two.remote()))
+        mode.served([want[id(well)]], again(second, [well]), 64 * _PAGES)
+        for fault, prompt, counts in (
+            ("slow", slow, ("fetched", "late", "fetch_failed", "failures")),
+            ("flip", lying, ("corrupt",)),
+            ("cut", cut, ("late", "fetch_failed", "failures", "refused")),
+        ):
+            before = two.remote()
+            cable.fault = fault
+            right(prompt)
+            until(lambda b=before, c=counts: _more(b, two.remote(), c), lambda: str(two.remote()))
+            mode.served([want[id(well)]], again(second, [well]), 64 * _PAGES)
+            cable.fault = ""
+        assert cable.flipped
+
+
+def _more(before: dict[str, Any], now: dict[str, Any], counts: Sequence[str]) -> bool:
+    return sum(now[name] - before[name] for name in counts) > 0
