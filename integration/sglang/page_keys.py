@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tutti import native
@@ -24,6 +27,19 @@ def page_keys(fingerprint: bytes, weights: bytes, hashes: Sequence[str]) -> Keys
     if keys is None:
         keys = object_keys(fingerprint, [_hash_bytes(name) for name in hashes])
     return keys
+
+
+def prompt_keys(fingerprint: bytes, tokens: npt.ArrayLike, page_size: int) -> Keys:
+    """Keys of a prompt's full pages, as of a request without salt and with the weights of the
+    server's start.  Imports SGLang.
+    """
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    ids = array("q", np.asarray(tokens, np.int64).tolist())
+    ids = ids[: len(ids) // page_size * page_size]
+    hashes = get_storage_hash_str(RadixKey(ids), page_size=page_size)
+    return page_keys(fingerprint, b"", hashes)
 
 
 def _hash_bytes(name: str) -> bytes:

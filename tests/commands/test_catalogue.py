@@ -25,6 +25,25 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return found
 
 
+def test_a_prompts_pages_are_named_by_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    pool, file = str(tmp_path / "pool.tutti"), tmp_path / "prompt.json"
+    tokens = np.random.default_rng(seed).integers(0, 1 << 17, 5 * LAYOUT.page_size + 3)
+    keys = tutti.chain_keys(LAYOUT.fingerprint, tokens, LAYOUT.page_size)
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        store.allocate_memory(4)
+        store.put(keys[:4], np.arange(4)).wait(30)
+    file.write_text(json.dumps(tokens.tolist()))
+    assert run(capsys, "pin", pool, "--tokens", str(file)) == {"pinned": 4}
+    file.write_text(" ".join(map(str, tokens[:33])))
+    assert run(capsys, "pin", pool, "--tokens", str(file), "--undo") == {"unpinned": 2}
+    for text, reason in (("1, two", "not a list of token ids"), ("7 " * 40, "no page of this")):
+        file.write_text(text)
+        assert main(["rm", pool, "--tokens", str(file)]) != 0
+        assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("where", ["file", "files", "agent"])
 def test_chains_are_listed_pinned_and_removed(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
 import host_pools as hp
+import pytest
 import torch
 from medium_damage import flip_objects, pool_files
 from prometheus_client import REGISTRY
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from tutti import cli
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
@@ -52,6 +57,24 @@ def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
     finally:
         made.close()
     assert value("attached") == 0
+
+
+def test_a_prompt_is_pinned_by_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its pages have the names that SGLang gave them."""
+    tokens = array("q", range(7, 7 + PAGE * len(NAMES) + 3))
+    names = get_storage_hash_str(RadixKey(tokens), page_size=PAGE)[: len(NAMES)]  # full pages
+    made = storage(tmp_path / "pools")
+    try:
+        assert all(made.batch_set_v1(names, INDICES))
+    finally:
+        made.close()
+    (pool,) = pool_files(tmp_path / "pools")
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps(tokens.tolist()))
+    assert cli.main(["pin", str(pool), "--tokens", str(prompt), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"pinned": len(NAMES)}
 
 
 def test_pins_of_look_ups_end_without_requests(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
-from tutti.errors import ConfigError, KeySizeError
+from tutti.errors import ConfigError, KeyMissing, KeySizeError
 from tutti.interface import Store
-from tutti.medium.keys import KEY_NBYTES, as_keys
+from tutti.medium.keys import KEY_NBYTES, as_keys, chain_keys
 from tutti.medium.slot_record import tenant_of
 from tutti.node.connect import AGENT, connect, pools
 from tutti.store import open as open_pool
@@ -66,6 +67,9 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", nargs="*", metavar="KEY", help="32 hexadecimal digits, as ls shows")
     parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
+    parser.add_argument(
+        "--tokens", metavar="FILE", help="pages of the prompt whose token ids this file has"
+    )
     parser.add_argument(
         "--chain", action="store_true", help="include all pages that follow in the same chains"
     )
@@ -245,16 +249,46 @@ def _namespace(tenant: int, names: Mapping[int, str]) -> str:
 
 def _chosen(store: Store, args: argparse.Namespace) -> Keys:
     """The keys that the arguments name.  Raises ConfigError when they name none."""
-    if not args.keys and args.namespace is None:
+    if not args.keys and args.namespace is None and args.tokens is None:
         raise ConfigError(
-            "no objects are named; give keys as `tutti ls` shows them, or --namespace"
+            "no objects are named; give keys as `tutti ls` shows them, --namespace, or --tokens"
         )
     keys = [_key(text) for text in args.keys]
+    if args.tokens is not None:
+        keys += [key.tobytes() for key in _prompt_keys(store, args.tokens)]
     if args.namespace is not None:
         keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
     if args.chain:
         keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
     return as_keys(keys) if keys else np.zeros((0, KEY_NBYTES), np.uint8)
+
+
+def _prompt_keys(store: Store, file: str) -> Keys:
+    """Keys of the prompt's pages that are in the pool, as this package or SGLang names them.
+
+    Raises ConfigError for a file that is not of token ids, KeyMissing for a prompt without pages
+    here.
+    """
+    words = re.split(r"[\s,\[\]]+", Path(file).read_text().strip())
+    try:
+        tokens = np.array([word for word in words if word], np.int64)
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a list of token ids: {error}") from error
+    layout = store.layout
+    keys = chain_keys(layout.fingerprint, tokens, layout.page_size)
+    found = store.match(keys)
+    if not found:
+        with suppress(ImportError):
+            from tutti.integration.sglang.page_keys import prompt_keys
+
+            keys = prompt_keys(layout.fingerprint, tokens, layout.page_size)
+            found = store.match(keys)
+    if not found:
+        raise KeyMissing(
+            f"no page of this prompt of {tokens.size} tokens is in the pool; pages of SGLang are"
+            " found where sglang is installed, unless they have a salt or updated weights"
+        )
+    return keys[:found]
 
 
 def _with_followers(keys: list[bytes], infos: Sequence[ObjectInfo]) -> list[bytes]:
