@@ -57,10 +57,20 @@ def _serve(arguments: list[str], env: dict[str, str], log: Path) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if "nixl" in arguments:
+        _transfer_host_memory()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _transfer_host_memory() -> None:
+    """A CPU's pools lie in host memory, which SGLang's transfer by NIXL takes for a GPU's."""
+    from sglang.srt.disaggregation.nixl import conn
+
+    checked = conn._normalize_kv_mem_kinds
+    conn._normalize_kv_mem_kinds = lambda _, n: checked(["DRAM"] * n, n)
 
 
 def _fork_always() -> None:

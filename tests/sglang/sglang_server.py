@@ -68,7 +68,7 @@ class Server:
         env: dict[str, str] | None = None,
     ) -> None:
         self.log = log
-        self.port = _free_port()
+        self.port = free_port()
         self._lock = take_turn()
         command = ["--model-path", str(model), "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -142,9 +142,9 @@ class Server:
                 raise ServerFailed(str(error)) from error
             return error.code, error.read().decode()
 
-    def ask(self, prompt: Sequence[int], new_tokens: int = 8) -> Reply:
+    def ask(self, prompt: Sequence[int], new_tokens: int = 8, **more: Any) -> Reply:
         """Greedy decoding with logprobs of what it generates.  Raises ServerFailed."""
-        meta = self._generate(prompt, new_tokens)
+        meta = self._generate(prompt, new_tokens, **more)
         output = meta["output_token_logprobs"]
         details = meta.get("cached_tokens_details") or {}
         return Reply(
@@ -306,7 +306,7 @@ def _nursery() -> _Nursery:
     return _Nursery()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -51,7 +51,7 @@ class _Agent:
 
 
 @contextmanager
-def _agents(tmp_path: Path, cluster: Cluster) -> Iterator[tuple[_Agent, _Agent]]:
+def agents(tmp_path: Path, cluster: Cluster) -> Iterator[tuple[_Agent, _Agent]]:
     with ExitStack() as stack:
         agents = []
         for name in ("one", "two"):
@@ -83,7 +83,7 @@ def test_a_second_server_is_served_by_the_bytes_of_the_first(
     asked, more = prompts(seed, _PROMPTS), prompts(seed + 1, 2)
     with ExitStack() as stack:
         cluster = stack.enter_context(running(tmp_path / "mooncake", segments=2))
-        one, two = stack.enter_context(_agents(tmp_path, cluster))
+        one, two = stack.enter_context(agents(tmp_path, cluster))
         first, second = (
             stack.enter_context(
                 Server(
@@ -121,7 +121,7 @@ def test_servers_are_right_over_a_network_that_lies_is_slow_and_is_cut(
         cable = stack.enter_context(closing(Cable()))
         cluster = stack.enter_context(running(tmp_path / "mooncake", 0, cable.near))
         cluster.add_segment(far=cable)
-        one, two = stack.enter_context(_agents(tmp_path, cluster))
+        one, two = stack.enter_context(agents(tmp_path, cluster))
         first, second = (
             stack.enter_context(
                 Server(
