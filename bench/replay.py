@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     ]
     return {
         "benchmark": "replay",
-        "trace": SYNTHETIC if args.trace == SYNTHETIC else "file",
+        "trace": Path(args.trace).stem,
         "requests": len(requests),
         "seed": args.seed,
         "shape": args.shape,
