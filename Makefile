@@ -154,11 +154,19 @@ bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against T
 
 TINY_MODEL := build/tiny-model
 ON_CPU := --device cpu --attention-backend torch_native --context-length 4096 --max-total-tokens 4096 --mem-fraction-static 0.3
-.PHONY: bench-serving
-bench-serving: $(VENV)/.core sglang-venv build/view ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
-	[ -e $(TINY_MODEL)/tokenizer.json ] || $(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
-	OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
-	  --dir $(BENCH_DIR) --more="$(ON_CPU)" --note "CPU, tiny model: counts, not speed" $(ARGS)
+SERVING = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
+  --dir $(BENCH_DIR) --prompts 2 --rounds 3 --rate 16 --note "CPU, tiny model: counts, not speed"
+$(TINY_MODEL)/tokenizer.json: $(VENV)/.core sglang-venv build/view
+	$(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
+
+.PHONY: bench-serving bench-serving-tp2
+bench-serving: $(TINY_MODEL)/tokenizer.json ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
+	$(SERVING) --small-capacity 8MiB --more="$(ON_CPU)" $(ARGS)
+
+# A processor for each rank.
+bench-serving-tp2: $(TINY_MODEL)/tokenizer.json ## the same with servers of two ranks, once each
+	SGLANG_CPU_OMP_THREADS_BIND="0|1" $(SERVING) --passes 1 --systems hbm hicache-file tutti-hicache tutti-linker \
+	  --more="$(ON_CPU) --tp 2" $(ARGS)
 
 # Goes on after a finding; SEED repeats the sequence of operations.
 SECONDS ?= 60

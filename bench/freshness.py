@@ -89,8 +89,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     ),
     "serving": (
         *_TRANSFERS,
-        *("integration/sglang", "bench/yardsticks/serving.py"),
-        *(f"bench/ttft/{name}.py" for name in ("http", "recipes", "server_control")),
+        "integration/sglang",
+        *(f"bench/yardsticks/{name}.py" for name in ("serving", "serving_steps", "sglang_clients")),
+        *(f"bench/ttft/{name}.py" for name in ("client", "http", "protocol", "recipes")),
+        *("bench/ttft/server_control.py", "bench/ttft/workloads"),
     ),
     "simulate": _SIMULATOR,
     "slack": (*_SLACK, "tutti/profiles/at_open.py"),  # the limits of stores

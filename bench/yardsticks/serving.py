@@ -2,11 +2,14 @@
 
     python -m tutti.bench.yardsticks.serving --model FOLDER --dir /mnt/nvme --out serving.json
 
-The Python that runs it has SGLang.  A server of each system is started as `tutti bench serve` does
-and asked three times: by `bench_serving` with groups of shared prefixes; by the same prompts again
-after a flush of the server's own caches, so that what hits comes from storage; and by SGLang's
-multi-turn test, which refuses less than every page of the turns before.  `--bench-multiturn` names
-SGLang's benchmark/hicache/bench_multiturn.py, which its packages lack, to be run as well.
+The Python that runs it has SGLang.  A server of each system is started as `tutti bench serve` does,
+anew in each pass and with an empty folder; passes take the systems in rotated order, and numbers
+are medians over them.  After a warm-up that is discarded a server is asked by `bench_serving` with
+groups of shared prefixes; by the same prompts again after a flush of the server's own caches, so
+that what hits comes from storage; by SGLang's multi-turn test, which refuses less than every page
+of the turns before; and by conversations of `tutti bench ttft`.  `--bench-multiturn` names SGLang's
+benchmark/hicache/bench_multiturn.py, which its packages lack, to be run as well.  With
+`--small-capacity` systems that keep to a capacity are asked once more with one that evicts.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import re
 import signal
@@ -23,9 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,27 +38,28 @@ from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.recipes import RECIPES
 from tutti.bench.ttft.server_control import Control
 from tutti.bench.writable import check_writable
+from tutti.bench.yardsticks.serving_steps import STEPS, Target, steps_of, warm_up
+from tutti.bench.yardsticks.sglang_clients import Clients
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError, Unsupported
 
 SOURCES = ("device", "host", "storage", "total")
 SCRIPT = "https://github.com/sgl-project/sglang, benchmark/hicache/bench_multiturn.py"
-_UP_S, _END_S, _STEP_S, _POLL_S = 600.0, 120.0, 600.0, 0.3
-_SETTLE_S = 3.0  # for write-through
+_UP_S, _END_S, _POLL_S = 600.0, 120.0, 0.3
+_SETTLE_S = 1.5  # for write-through
+_COUNTED_S = 11.0  # a linker counts evictions every ten seconds
 _DATA_WORDS = 4000
 _SETTINGS = (
     *("groups", "prompts", "prefix_tokens", "question_tokens", "clients", "rounds"),
-    *("output_tokens", "rate", "seed", "page_size", "dram", "capacity", "more", "note"),
+    *("output_tokens", "rate", "seed", "passes", "page_size", "dram", "capacity"),
+    *("small_capacity", "more", "note"),
 )
-#: SGLang's test prints as it goes; what it returns is the last line.
-_KIT = """
-import json, sys
-from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
-result = run_multiturn_cache_hit_test(**json.loads(sys.argv[1]))
-print(json.dumps(result))
-"""
 _METRIC = re.compile(
-    r"^(sglang:(?:cached|prompt)_tokens_total)\{([^}]*)\} ([0-9.e+]+)$", re.MULTILINE
+    r"^(?:sglang|tutti):(cached_tokens|prompt_tokens|evicted_tokens|evicted_objects)_total"
+    r"\{([^}]*)\} ([0-9.e+]+)$",
+    re.MULTILINE,
 )
+#: Systems whose storage keeps to its capacity; docs/benchmarks.md has the others.
+_BOUNDED = ("hicache-file", "tutti-hicache", "tutti-linker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="systems (default: all)",
     )
     parser.add_argument("--capacity", default="1GiB", help="size of the storage (%(default)s)")
+    parser.add_argument(
+        "--small-capacity",
+        metavar="SIZE",
+        help=f"also measure a storage that evicts, with {', '.join(_BOUNDED)}",
+    )
+    parser.add_argument("--passes", type=int, default=3, help="of all systems (%(default)s)")
     parser.add_argument("--dram", default="1GB", help="host memory for KV (%(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens per page (%(default)s)")
     parser.add_argument("--groups", type=int, default=12, help="shared prefixes (%(default)s)")
@@ -102,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Measures; the result for JSON.  Raises TuttiError."""
-    counts = (args.groups, args.prompts, args.clients, args.rounds, args.output_tokens)
+    counts = (args.groups, args.prompts, args.clients, args.rounds, args.output_tokens, args.passes)
     if min(*counts, args.prefix_tokens, args.question_tokens) < 1 or args.rate <= 0:
         raise ConfigError("every count and the rate must be positive")
     if not Path(args.dir).is_dir():
@@ -116,55 +125,105 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     elif not args.bench_multiturn.is_file():
         raise ConfigError(f"{args.bench_multiturn} is not a file; it is at {SCRIPT}")
     systems = [name for name in args.systems if name not in skipped]
-    cells: dict[str, Any] = {}
+    measured: dict[str, list[dict[str, Any]]] = {}
+    failed: dict[str, str] = {}
     result = {
         "benchmark": "serving",
         "settings": {name: getattr(args, name) for name in _SETTINGS},
         "bench_multiturn": _file_facts(args.bench_multiturn),
-        "systems": cells,
+        "systems": {},
         "skipped": skipped,
         "machine": describe(args.dir),
     }
-    skipped |= dict.fromkeys(systems, "the run ended before")
-    with progress("SGLang's clients", len(systems)) as bar:
-        for name in systems:
-            with tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as folder:
+    plan = plan_of(systems, args)
+    with (
+        tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as home,
+        Clients(Path(home)) as clients,
+        progress("SGLang's clients", len(plan)) as bar,
+    ):
+        texts = Path(home, "texts.json")
+        texts.write_text(json.dumps(_texts(args.seed)))
+        for cell in plan:
+            if cell.title not in failed:
                 try:
-                    cells[name] = _system(name, args, Path(folder))
+                    measured.setdefault(cell.title, []).append(_life(cell, args, clients, texts))
                 except (ServerError, DeviceTimeout) as error:  # the others count
-                    skipped[name] = str(error)
-                else:
-                    del skipped[name]
+                    failed[cell.title] = str(error)
+            done = {name: medians(passes) for name, passes in measured.items() if passes}
+            to_do = {each.title: "the run ended before" for each in plan if each.title not in done}
+            result |= {"systems": done, "skipped": {**skipped, **to_do, **failed}}
             if args.out:  # a server takes minutes, and those that were asked count
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
             bar.advance(1)
     return result
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One life of a server.  small: its storage evicts."""
+
+    system: str
+    capacity: str
+    small: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its name in results."""
+        return f"{self.system}, {self.capacity}" if self.small else self.system
+
+
+def plan_of(systems: Sequence[str], args: argparse.Namespace) -> list[Cell]:
+    """Passes over the systems, each with another one first; small storages once, at the end."""
+    turns = (k % max(1, len(systems)) for k in range(args.passes))
+    order = [name for first in turns for name in (*systems[first:], *systems[:first])]
+    small = [name for name in systems if args.small_capacity and name in _BOUNDED]
+    return [
+        *(Cell(name, args.capacity) for name in order),
+        *(Cell(name, args.small_capacity, small=True) for name in small),
+    ]
+
+
+def medians(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each step's numbers; a test that failed once has failed.  With every pass as it was."""
+    found: dict[str, Any] = {"server": passes[0]["server"], "passes": list(passes)}
+    for step in (name for name in STEPS if name in passes[0]):
+        runs = [one[step] for one in passes]
+        lost = [run for run in runs if run.get("passed") is False]
+        common = [key for key in (lost or runs)[0] if all(key in run for run in lost or runs)]
+        found[step] = {key: _middle([run[key] for run in lost or runs]) for key in common}
+    return found
+
+
+def _middle(values: Sequence[Any]) -> Any:
+    """The median that occurred, of counts and times alike; what is not a number is the first."""
+    is_number = not isinstance(values[0], bool | str)
+    return sorted(values)[(len(values) - 1) // 2] if is_number else values[0]
+
+
 def _file_facts(file: Path | None) -> dict[str, str]:
     return {} if file is None else {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
-def _system(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _life(cell: Cell, args: argparse.Namespace, clients: Clients, texts: Path) -> dict[str, Any]:
     """One server, asked by each client."""
-    data = folder / "texts.json"
-    data.write_text(json.dumps(_texts(args.seed)))
-    with _server(name, args, folder) as (port, facts):
+    with (
+        tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as made,
+        _server(cell, args, Path(made)) as (port, facts),
+    ):
         control = Control(Endpoint("127.0.0.1", port))
-        steps: dict[str, Callable[[], dict[str, Any]]] = {
-            "first": partial(_bench_serving, args, port, folder),
-            "again": partial(_bench_serving, args, port, folder),
-            "turns": partial(_turns, args, port, data),
-        }
-        if args.bench_multiturn is not None:
-            steps["bench_multiturn"] = partial(_bench_multiturn, args, port, data, folder)
+        target = Target(port, clients, Path(made), texts, args)
+        warm_up(target)
+        time.sleep(_SETTLE_S)
         found: dict[str, Any] = {}
-        for step, ask in steps.items():
+        for step, ask in steps_of(target, small=cell.small).items():
             control.flush()
             before = counters(control)
             answers = ask()
             time.sleep(_SETTLE_S)
             found[step] = answers | hits(before, counters(control))
+        if cell.small and cell.system.startswith("tutti"):
+            time.sleep(_COUNTED_S)
+            facts["evicted_objects"] = int(counters(control)["evicted_objects"])
         return {"server": facts, **found}
 
 
@@ -188,119 +247,27 @@ def counters(control: Control) -> dict[str, float]:
 
 
 def read_counters(text: str) -> dict[str, float]:
-    """`counters`, from Prometheus's text."""
-    found = dict.fromkeys(("prompt", *SOURCES), 0.0)
+    """`counters`, from Prometheus's text; what was evicted as well, of tokens the first rank's."""
+    found = dict.fromkeys(("prompt", *SOURCES, "evicted_tokens", "evicted_objects"), 0.0)
     for name, labels, value in _METRIC.findall(text):
         source = re.search(r'cache_source="(\w+)"', labels)
-        key = source[1] if source else "prompt"
-        if (name == "sglang:prompt_tokens_total") == (key == "prompt") and key in found:
+        key = {"prompt_tokens": "prompt", "cached_tokens": source and source[1]}.get(name, name)
+        is_another_ranks = name == "evicted_tokens" and 'tp_rank="0"' not in labels
+        if key in found and not is_another_ranks:
             found[key] += float(value)
     return found
 
 
 def hits(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Tokens of prompts in between, and where their KV came from."""
+    """Tokens of prompts in between, where their KV came from, and how many the pool evicted."""
     tokens = {name: int(after[name] - before[name]) for name in after}
-    cached = sum(tokens[name] for name in SOURCES)
-    prompt = tokens.pop("prompt")
+    cached, prompt = sum(tokens[name] for name in SOURCES), tokens["prompt"]
     return {
         "prompt_tokens": prompt,
-        **{f"{name}_tokens": count for name, count in tokens.items()},
+        **{f"{name}_tokens": tokens[name] for name in SOURCES},
+        "evicted_tokens": tokens["evicted_tokens"],
         "hit_rate": cached / prompt if prompt else 0.0,
     }
-
-
-def _bench_serving(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Any]:
-    """`bench_serving` with its groups of shared prefixes, in an order of its own."""
-    out = folder / "bench_serving.jsonl"
-    out.unlink(missing_ok=True)
-    shape = {
-        "num-groups": args.groups,
-        "prompts-per-group": args.prompts,
-        "system-prompt-len": args.prefix_tokens,
-        "question-len": args.question_tokens,
-        "output-len": args.output_tokens,
-    }
-    words = ["-m", "sglang.bench_serving", "--backend", "sglang", "--model", args.model]
-    words += ["--base-url", f"http://127.0.0.1:{port}", "--dataset-name", "generated-shared-prefix"]
-    words += [word for name, value in shape.items() for word in (f"--gsp-{name}", str(value))]
-    words += ["--request-rate", str(args.rate), "--seed", str(args.seed)]
-    words += ["--output-file", str(out), "--disable-tqdm", "--warmup-requests", "0"]
-    done = _client(words, folder)
-    if done.returncode or not out.exists():
-        raise ServerError(f"bench_serving ended with {done.returncode}: {_last(done.stderr)}")
-    row = json.loads(out.read_text().splitlines()[-1])
-    return {
-        "requests": args.groups * args.prompts,
-        "completed": row["completed"],
-        "median_ttft_ms": row["median_ttft_ms"],
-        "request_throughput": row["request_throughput"],
-    }
-
-
-def _turns(args: argparse.Namespace, port: int, data: Path) -> dict[str, Any]:
-    """SGLang's multi-turn test: whether every turn found all pages of the one before."""
-    given = {
-        "base_url": f"http://127.0.0.1:{port}",
-        "model_path": args.model,
-        "num_clients": args.clients,
-        "num_rounds": args.rounds,
-        "request_length": args.prefix_tokens // 2,
-        "output_length": args.output_tokens,
-        "dataset_path": str(data),
-        "max_parallel": 2,
-        "seed": args.seed,
-    }
-    done = _client(["-c", _KIT, json.dumps(given)], data.parent)
-    told = done.stdout.strip().splitlines()
-    requests = {"requests": args.clients * args.rounds}
-    if done.returncode == 0 and told:
-        rounds = json.loads(told[-1])["rounds"]
-        completed = sum(one["request_count"] for one in rounds.values())
-        ttfts = [1e3 * one["average_ttft"] for one in rounds.values()]
-        return requests | {"completed": completed, "passed": True, "round_ttft_ms": ttfts}
-    if "AssertionError" not in done.stderr:
-        raise ServerError(f"SGLang's multi-turn test did not run: {_last(done.stderr)}")
-    lost = [line for line in told if line.startswith("Round ")]
-    return requests | {"passed": False, "lost": lost[-1] if lost else _last(done.stderr)}
-
-
-def _bench_multiturn(
-    args: argparse.Namespace, port: int, data: Path, folder: Path
-) -> dict[str, Any]:
-    log = folder / "bench_multiturn.jsonl"
-    log.unlink(missing_ok=True)
-    words = [str(args.bench_multiturn.resolve()), "--model-path", args.model]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--dataset-path", str(data)]
-    words += ["--num-clients", str(args.clients), "--num-rounds", str(args.rounds)]
-    words += ["--request-length", str(args.prefix_tokens // 2), "--max-parallel", "2"]
-    words += ["--output-length", str(args.output_tokens), "--request-rate", str(args.rate)]
-    words += ["--disable-auto-run", "--seed", str(args.seed), "--log-file", str(log)]
-    done = _client(words, folder)
-    if done.returncode or not log.exists():
-        raise ServerError(f"bench_multiturn ended with {done.returncode}: {_last(done.stderr)}")
-    summary = json.loads(log.read_text().splitlines()[-1])["summary"]
-    return {
-        "requests": args.clients * args.rounds,
-        "completed": summary["total_requests"],
-        "median_ttft_ms": 1e3 * summary["median_ttft"],
-        "request_throughput": summary["throughput"],
-    }
-
-
-def _client(words: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
-    """One of SGLang's clients; what it caches for itself goes with the folder."""
-    try:
-        return subprocess.run(
-            [sys.executable, *words],
-            env={**os.environ, "HOME": str(home)},
-            capture_output=True,
-            text=True,
-            timeout=_STEP_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeviceTimeout(f"a client of SGLang took more than {_STEP_S:g} s") from error
 
 
 def _last(text: str) -> str:
@@ -309,12 +276,12 @@ def _last(text: str) -> str:
 
 @contextmanager
 def _server(
-    name: str, args: argparse.Namespace, folder: Path
+    cell: Cell, args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Port and facts of a server of `tutti bench serve`, which is ended afterwards."""
     info, log, port = folder / "info.json", folder / "log", _free_port()
-    words = ["bench", "serve", name, "--model", args.model, "--dir", str(folder / "kv")]
-    words += ["--capacity", args.capacity, "--dram", args.dram, "--page-size", str(args.page_size)]
+    words = ["bench", "serve", cell.system, "--model", args.model, "--dir", str(folder / "kv")]
+    words += ["--capacity", cell.capacity, "--dram", args.dram, "--page-size", str(args.page_size)]
     words += ["--port", str(port), "--info", str(info), "--json", f"--more={args.more}"]
     with log.open("w+") as file:
         process = subprocess.Popen(
@@ -324,7 +291,7 @@ def _server(
             deadline = time.monotonic() + _UP_S
             while not info.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise ServerError(f"{name} does not start: {_last(log.read_text())}")
+                    raise ServerError(f"{cell.system} does not start: {_last(log.read_text())}")
                 time.sleep(_POLL_S)
             server = json.loads(info.read_text())["server"]
             names = ("version", "model_path", "page_size", "max_total_num_tokens", "tp_size")
@@ -345,21 +312,15 @@ def _free_port() -> int:
 
 HEAD = (
     *("system", "asked by", "completed", "prompt tokens", "device", "host", "storage", "hits"),
-    *("median TTFT ms", "requests/s"),
+    *("evicted", "median TTFT ms", "requests/s"),
 )
-_STEPS = {
-    "first": "bench_serving",
-    "again": "the same after a flush",
-    "turns": "multi-turn test",
-    "bench_multiturn": "bench_multiturn",
-}
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
     """The table below HEAD: tokens by where their KV was, as the server counted them."""
     rows = []
     for system, cell in result["systems"].items():
-        for step, name in _STEPS.items():
+        for step, name in STEPS.items():
             if one := cell.get(step):
                 completed = f"{one['completed']} of {one['requests']}" if "completed" in one else ""
                 ttft, rate = one.get("median_ttft_ms"), one.get("request_throughput")
@@ -367,7 +328,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
                     [
                         *(system, name, completed or "**fails**", str(one["prompt_tokens"])),
                         *(str(one[f"{source}_tokens"]) for source in SOURCES[:3]),
-                        f"{one['hit_rate']:.1%}",
+                        *(f"{one['hit_rate']:.1%}", str(one["evicted_tokens"])),
                         *("" if value is None else f"{value:.3g}" for value in (ttft, rate)),
                     ]
                 )
@@ -375,14 +336,30 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
+    """What the table does not say.  Its "evicted" are tokens of SGLang's own KV pool."""
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items() if value)
+    ranks = {cell["server"].get("tp_size", 1) for cell in result["systems"].values()}
+    passes = {name: len(cell["passes"]) for name, cell in result["systems"].items()}
+    usual = max(passes.values(), default=0)
+    fewer = [f"{name} {count}" for name, count in passes.items() if count < usual]
     lost = [
         f"{system} fails SGLang's multi-turn test: {cell['turns']['lost']}"
         for system, cell in result["systems"].items()
-        if not cell["turns"]["passed"]
+        if not cell.get("turns", {"passed": True})["passed"]
     ]
-    return [settings, *lost, *(f"skipped {name}: {why}" for name, why in result["skipped"].items())]
+    small = [
+        f"{system}: the pool evicted {cell['server']['evicted_objects']} objects while it was asked"
+        for system, cell in result["systems"].items()
+        if "evicted_objects" in cell["server"]
+    ]
+    return [
+        settings,
+        f"ranks of a server: {', '.join(map(str, sorted(ranks)))}; medians of {usual} passes"
+        + (f" (fewer: {'; '.join(fewer)})" if fewer else ""),
+        *small,
+        *lost,
+        *(f"skipped {name}: {why}" for name, why in result["skipped"].items()),
+    ]
 
 
 def report(result: dict[str, Any]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from tutti.bench.summary import render
+from tutti.bench.ttft.http import ServerError
 from tutti.bench.yardsticks import serving
+from tutti.bench.yardsticks.sglang_clients import Clients
 
 METRICS = """
 # TYPE sglang:prompt_tokens_total counter
@@ -16,13 +19,18 @@ sglang:prompt_tokens_total{is_streaming="true",model_name="m"} 1000.0
 sglang:prompt_tokens_total{is_streaming="false",model_name="m"} 24.0
 sglang:cached_tokens_total{cache_source="device",model_name="m"} 200.0
 sglang:cached_tokens_total{cache_source="storage",model_name="m"} 3.0e+02
+sglang:evicted_tokens_total{cache_type="UnifiedRadixCache",tp_rank="0"} 640.0
+sglang:evicted_tokens_total{cache_type="UnifiedRadixCache",tp_rank="1"} 640.0
+tutti:evicted_objects_total{mode="linker",pool="kv",rank="tp0"} 7.0
+tutti:evicted_objects_total{mode="linker",pool="kv",rank="tp1"} 5.0
 sglang:num_requests_total{model_name="m"} 9.0
 """
 
 
 def test_tokens_count_by_where_their_kv_was() -> None:
     counted = serving.read_counters(METRICS)
-    assert counted == {"prompt": 1024, "device": 200, "host": 0, "storage": 300, "total": 0}
+    places = {"prompt": 1024, "device": 200, "host": 0, "storage": 300, "total": 0}
+    assert counted == places | {"evicted_tokens": 640, "evicted_objects": 12}
     before = dict.fromkeys(counted, 0.0) | {"prompt": 24.0, "device": 100.0}
     assert serving.hits(before, counted) == {
         "prompt_tokens": 1000,
@@ -30,6 +38,7 @@ def test_tokens_count_by_where_their_kv_was() -> None:
         "host_tokens": 0,
         "storage_tokens": 300,
         "total_tokens": 0,
+        "evicted_tokens": 640,
         "hit_rate": 0.4,
     }
     assert serving.hits(counted, counted)["hit_rate"] == 0.0
@@ -42,12 +51,18 @@ def test_the_table_names_what_failed_and_what_was_skipped(tmp_path: Path) -> Non
     asked = tokens | {"requests": 36, "completed": 36, "median_ttft_ms": 50.0}
     lost = tokens | {"requests": 24, "passed": False, "lost": "Round 1, client 0: cached_tokens=0"}
     turns = tokens | {"requests": 24, "completed": 24, "passed": True}
+    server = {"tp_size": 2}
+    hbm = [{"server": server, "first": asked, "again": asked, "turns": lost}]
+    once = {"server": server, "first": asked, "again": asked, "turns": turns}
+    linker = [once | {"first": asked | {"median_ttft_ms": ms}} for ms in (70.0, 10.0, 30.0)]
+    small = [{"server": server | {"evicted_objects": 88}, "first": asked, "again": asked}]
     result = {
         "benchmark": "serving",
         "settings": {"note": "CPU"},
         "systems": {
-            "hbm": {"first": asked, "again": asked, "turns": lost},
-            "tutti-linker": {"first": asked, "again": asked, "turns": turns},
+            "hbm": serving.medians(hbm),
+            "tutti-linker": serving.medians(linker),
+            "tutti-linker, 8MiB": serving.medians(small),
         },
         "skipped": {"lmcache": "lmcache is not installed"},
         "machine": {"command": "c"},
@@ -58,6 +73,47 @@ def test_the_table_names_what_failed_and_what_was_skipped(tmp_path: Path) -> Non
     assert "| tutti-linker | multi-turn test | 24 of 24 |" in page
     assert "hbm fails SGLang's multi-turn test: Round 1, client 0: cached_tokens=0" in page
     assert "skipped lmcache: lmcache is not installed" in page and "note CPU" in page
+    assert "| tutti-linker | bench_serving | 30 | " in page, "the median of its passes"
+    assert "ranks of a server: 2; medians of 3 passes (fewer: hbm 1; tutti-linker, 8MiB 1)" in page
+    assert "tutti-linker, 8MiB: the pool evicted 88 objects" in page
+
+
+def test_a_test_that_failed_in_one_pass_has_failed() -> None:
+    passed = {"server": {}, "turns": {"requests": 4, "completed": 4, "passed": True}}
+    lost = {"server": {}, "turns": {"requests": 4, "passed": False, "lost": "Round 2"}}
+    turns = serving.medians([passed, lost, passed])["turns"]
+    assert turns == {"requests": 4, "passed": False, "lost": "Round 2"}
+
+
+def test_passes_rotate_and_small_storages_come_last() -> None:
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    args = parser.parse_args(["--model", "m", "--passes", "2", "--small-capacity", "8MiB"])
+    plan = serving.plan_of(["hbm", "hicache-file", "tutti-linker"], args)
+    assert [cell.title for cell in plan] == [
+        *("hbm", "hicache-file", "tutti-linker"),
+        *("hicache-file", "tutti-linker", "hbm"),
+        *("hicache-file, 8MiB", "tutti-linker, 8MiB"),
+    ]
+    assert [cell.capacity for cell in plan] == ["1GiB"] * 6 + ["8MiB"] * 2
+
+
+def test_clients_answer_more_than_once_and_name_what_failed(tmp_path: Path) -> None:
+    """Any module and any function will do: SGLang's are in tests/sglang."""
+    (tmp_path / "broken.py").write_text("print('Round 1'); assert False, 'lost'")
+    with Clients(tmp_path) as clients:
+        asked = {"function": "textwrap.shorten", "given": {}}
+        assert clients.ask(asked)["error"] == "TypeError"
+        asked = {"function": "textwrap.shorten", "given": {"text": "a b", "width": 9}}
+        assert clients.ask(asked)["value"] == "a b"
+        answer = clients.ask({"program": str(tmp_path / "broken.py"), "words": []})
+        assert (answer["error"], answer["said"]) == ("AssertionError", "Round 1\n")
+        with pytest.raises(ServerError, match=r"broken\.py failed: AssertionError: lost"):
+            clients.program(str(tmp_path / "broken.py"))
+        (tmp_path / "dies.py").write_text("import os; os.write(2, b'no more'); os._exit(1)")
+        with pytest.raises(ServerError, match="clients ended: no more"):
+            clients.program(str(tmp_path / "dies.py"))
+        assert clients.ask(asked)["value"] == "a b", "a new process"
 
 
 @pytest.mark.parametrize(

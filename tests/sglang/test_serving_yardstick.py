@@ -31,6 +31,7 @@ def test_all_that_was_stored_is_found_again(
     parser = argparse.ArgumentParser()
     serving.add_arguments(parser)
     words = ["--model", str(tiny_model), "--dir", str(tmp_path), "--systems", system]
+    words += ["--passes", "1", "--small-capacity", "8MiB"]
     turn = take_turn()
     try:
         result = serving.run(parser.parse_args([*words, f"--more={ON_CPU}"]), progress)
@@ -42,3 +43,10 @@ def test_all_that_was_stored_is_found_again(
     kept = cell["again"]["host_tokens"] + cell["again"]["storage_tokens"]
     assert kept >= 12 * 512 and cell["again"]["hit_rate"] > 0.8
     assert cell["turns"]["passed"], cell["turns"]
+    for turns in ("sharegpt", "multiturn"):
+        assert cell[turns]["completed"] == cell[turns]["requests"] == 24
+        assert cell[turns]["hit_rate"] > 0.1
+    small = result["systems"][f"{system}, 8MiB"]
+    assert small["server"]["evicted_objects"] > 0
+    assert small["again"]["completed"] == 36
+    assert small["again"]["hit_rate"] < cell["again"]["hit_rate"]

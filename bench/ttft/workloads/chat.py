@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,23 +41,27 @@ CHATS = {
 REQUESTS = 3000
 
 
-def generate_chats(name: str, requests: int, seed: int, *, scale: float = 1.0) -> list[Prompt]:
+def generate_chats(
+    name: str, requests: int, seed: int, *, scale: float = 1.0, users: int | None = None
+) -> list[Prompt]:
     """So many turns, in order of arrival; a user whose conversation ends begins another.
 
-    scale: multiplies the lengths of questions.  Raises ConfigError for no requests.
+    scale: multiplies the lengths of questions.  users: instead of those of the kind.  Raises
+    ConfigError for no requests.
     """
     if requests < 1:
         raise ConfigError("no requests of a conversation; give a positive number")
     chat, rng = CHATS[name], np.random.default_rng([seed, 4])
+    chat = replace(chat, users=users or chat.users)
     numbers = itertools.count()
-    users = [_turns(chat, name, next(numbers), rng, scale) for _ in range(chat.users)]
+    talks = [_turns(chat, name, next(numbers), rng, scale) for _ in range(chat.users)]
     prompts = []
     for _ in range(requests):
         user = int(rng.integers(chat.users))
-        prompt = next(users[user], None)
+        prompt = next(talks[user], None)
         if prompt is None:
-            users[user] = _turns(chat, name, next(numbers), rng, scale)
-            prompt = next(users[user])
+            talks[user] = _turns(chat, name, next(numbers), rng, scale)
+            prompt = next(talks[user])
         prompts.append(prompt)
     return prompts
 

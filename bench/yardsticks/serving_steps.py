@@ -1,0 +1,178 @@
+"""What a server is asked by `serving`: each step is a client with its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.statistics import median
+from tutti.bench.ttft.client import Run, TimedCall, drive
+from tutti.bench.ttft.http import Endpoint, ServerError
+from tutti.bench.ttft.metrics import latencies_ms
+from tutti.bench.ttft.protocol import Generate
+from tutti.bench.ttft.workloads.chat import generate_chats
+from tutti.bench.ttft.workloads.prompt import IDS, Renderer
+from tutti.bench.yardsticks.sglang_clients import Clients
+
+#: Names of steps as people read them.
+STEPS = {
+    "first": "bench_serving",
+    "again": "the same after a flush",
+    "turns": "multi-turn test",
+    "sharegpt": "turns as in ShareGPT",
+    "multiturn": "long turns",
+    "bench_multiturn": "bench_multiturn",
+}
+#: Of a cell whose storage is too small: what it lost shows when all is asked for again.
+SMALL_STEPS = ("first", "again")
+_MULTITURN_TEST = "sglang.test.kits.cache_hit_kit.run_multiturn_cache_hit_test"
+_REQUEST_S = 300.0
+_VOCABULARY = 1000  # every model knows as many
+_TURN_SCALE = 0.25  # of questions: long turns of 256 tokens, for a context of 4096
+_WARM_SEED = 1_000_003
+#: A step: what it answered.
+Step = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server to ask: its port, the clients, a folder for what they write, and texts for them."""
+
+    port: int
+    clients: Clients
+    folder: Path
+    texts: Path
+    args: argparse.Namespace
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
+    """In order."""
+    steps: dict[str, Step] = {
+        "first": partial(_bench_serving, target),
+        "again": partial(_bench_serving, target),
+        "turns": partial(_turns, target),
+        "sharegpt": partial(_chat, target, "sharegpt", 1.0),
+        "multiturn": partial(_chat, target, "multiturn", _TURN_SCALE),
+    }
+    if target.args.bench_multiturn is not None:
+        steps["bench_multiturn"] = partial(_bench_multiturn, target)
+    return {name: step for name, step in steps.items() if not small or name in SMALL_STEPS}
+
+
+def warm_up(target: Target) -> None:
+    """A few prompts of their own, whose numbers are discarded."""
+    given = {**vars(target.args), "groups": 2, "prompts": 1, "seed": _WARM_SEED}
+    _bench_serving(replace(target, args=argparse.Namespace(**given)))
+
+
+def _bench_serving(target: Target) -> dict[str, Any]:
+    """`bench_serving` with its groups of shared prefixes, in an order of its own."""
+    args, out = target.args, target.folder / "bench_serving.jsonl"
+    out.unlink(missing_ok=True)
+    shape = {
+        "num-groups": args.groups,
+        "prompts-per-group": args.prompts,
+        "system-prompt-len": args.prefix_tokens,
+        "question-len": args.question_tokens,
+        "output-len": args.output_tokens,
+    }
+    words = ["--backend", "sglang", "--model", args.model, "--base-url", target.url]
+    words += ["--dataset-name", "generated-shared-prefix"]
+    words += [word for name, value in shape.items() for word in (f"--gsp-{name}", value)]
+    words += ["--request-rate", args.rate, "--seed", args.seed, "--output-file", out]
+    target.clients.program("sglang.bench_serving", *words, "--disable-tqdm", "--warmup-requests", 0)
+    row = _last_row(out)
+    return {
+        "requests": args.groups * args.prompts,
+        "completed": row["completed"],
+        "median_ttft_ms": row["median_ttft_ms"],
+        "request_throughput": row["request_throughput"],
+    }
+
+
+def _turns(target: Target) -> dict[str, Any]:
+    """SGLang's multi-turn test: whether every turn found all pages of the one before."""
+    args = target.args
+    given = {
+        "base_url": target.url,
+        "model_path": args.model,
+        "num_clients": args.clients,
+        "num_rounds": args.rounds,
+        "request_length": args.prefix_tokens // 2,
+        "output_length": args.output_tokens,
+        "dataset_path": str(target.texts),
+        "max_parallel": 2,
+        "seed": args.seed,
+    }
+    answer = target.clients.ask({"function": _MULTITURN_TEST, "given": given})
+    requests = {"requests": args.clients * args.rounds}
+    if "error" not in answer:
+        rounds = answer["value"]["rounds"].values()
+        return requests | {
+            "completed": sum(one["request_count"] for one in rounds),
+            "passed": True,
+        }
+    if answer["error"] != "AssertionError":
+        why = f"{answer['error']}: {answer['why']}"
+        raise ServerError(f"SGLang's multi-turn test did not run: {why}")
+    lost = [line for line in answer["said"].splitlines() if line.startswith("Round ")]
+    return requests | {"passed": False, "lost": lost[-1] if lost else answer["why"]}
+
+
+def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
+    """A conversation's turns of `tutti bench ttft`, one request at a time: counts repeat."""
+    args, run, renderer = target.args, Run(), Renderer(IDS, _VOCABULARY)
+    count = args.clients * args.rounds
+    prompts = generate_chats(name, count, args.seed, scale=scale, users=args.clients)
+    calls = [
+        TimedCall(number, 0.0, name, args.output_tokens, partial(renderer.json_value, prompt.parts))
+        for number, prompt in enumerate(prompts)
+    ]
+    endpoint = Endpoint("127.0.0.1", target.port)
+    drive(endpoint, Generate(IDS), calls, run, timeout_s=_REQUEST_S, concurrency=1)
+    good = [record for record in run.records if not record.error]
+    if not good:
+        raise ServerError(f"no turn of {name} was answered: {run.records[0].error}")
+    span_s = max(record.done_s for record in run.records)
+    return {
+        "requests": count,
+        "completed": len(good),
+        "median_ttft_ms": median([latencies_ms(record)["ttft_sent"] for record in good]),
+        "request_throughput": len(good) / span_s,
+    }
+
+
+def _bench_multiturn(target: Target) -> dict[str, Any]:
+    args, log = target.args, target.folder / "bench_multiturn.jsonl"
+    log.unlink(missing_ok=True)
+    words = ["--model-path", args.model, "--host", "127.0.0.1", "--port", target.port]
+    words += ["--dataset-path", target.texts]
+    words += ["--num-clients", args.clients, "--num-rounds", args.rounds]
+    words += ["--request-length", args.prefix_tokens // 2, "--max-parallel", 2]
+    words += ["--output-length", args.output_tokens, "--request-rate", args.rate]
+    words += ["--disable-auto-run", "--seed", args.seed, "--log-file", log]
+    target.clients.program(str(args.bench_multiturn.resolve()), *words)
+    summary = _last_row(log)["summary"]
+    return {
+        "requests": args.clients * args.rounds,
+        "completed": summary["total_requests"],
+        "median_ttft_ms": 1e3 * summary["median_ttft"],
+        "request_throughput": summary["throughput"],
+    }
+
+
+def _last_row(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise ServerError(f"a client of SGLang left no {file.name}")
+    row: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+    return row

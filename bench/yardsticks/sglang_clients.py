@@ -1,0 +1,128 @@
+"""SGLang's own clients in one process that stays: its packages take seconds to import.
+
+    python -m tutti.bench.yardsticks.sglang_clients
+
+reads a line of JSON for each run (a module, a script, or a function with its arguments) and answers
+with one.  `Clients` starts it, asks it, and ends it when an answer is late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tutti.bench.ttft.http import ServerError
+from tutti.errors import DeviceTimeout
+
+_STEP_S = 600.0
+_END_S = 10.0
+_SAID_MAX = 4000
+
+
+class Clients:
+    """The process.  Use it as a context manager; a run after a failure starts a new one."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def program(self, name: str, *words: object) -> None:
+        """Runs a module or the script of a path, with arguments.  Raises ServerError."""
+        answer = self.ask({"program": name, "words": [str(word) for word in words]})
+        if "error" in answer:
+            raise ServerError(f"{Path(name).name} failed: {answer['error']}: {answer['why']}")
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What a run answered.  Raises ServerError when the process ended, DeviceTimeout."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        if not select.select([process.stdout], [], [], _STEP_S)[0]:
+            self._end()
+            raise DeviceTimeout(f"a client of SGLang took more than {_STEP_S:g} s")
+        line = process.stdout.readline()
+        if not line:
+            self._end()
+            told = (self._home / "clients.log").read_text(errors="replace").split("\n")
+            raise ServerError(f"SGLang's clients ended: {next(filter(None, told[::-1]), 'silent')}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _start(self) -> subprocess.Popen[str]:
+        """What SGLang caches for itself goes with the folder."""
+        with (self._home / "clients.log").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env={**os.environ, "HOME": str(self._home)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def _end(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            process.wait(_END_S)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Runs one client; it may fail in any way, and says why on its own output."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            value = _run(question)
+    except (Exception, SystemExit) as error:
+        failure = {"error": type(error).__name__, "why": str(error)}
+        return {**failure, "said": said.getvalue()[-_SAID_MAX:]}
+    return {"value": value, "said": said.getvalue()[-_SAID_MAX:]}
+
+
+def _run(question: dict[str, Any]) -> Any:
+    if "function" in question:
+        module, _, name = question["function"].rpartition(".")
+        return getattr(importlib.import_module(module), name)(**question["given"])
+    program = question["program"]
+    sys.argv = [program, *question["words"]]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__")
+    return None
+
+
+def main() -> None:
+    """Answers until its input ends; what clients print does not mix with the answers."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
