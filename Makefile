@@ -156,7 +156,7 @@ TINY_MODEL := build/tiny-model
 ON_CPU := --device cpu --attention-backend torch_native --context-length 4096 --max-total-tokens 4096 --mem-fraction-static 0.3
 SERVING = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
   --dir $(BENCH_DIR) --prompts 2 --rounds 3 --rate 16 --note "CPU, tiny model: counts, not speed"
-$(TINY_MODEL)/tokenizer.json: $(VENV)/.core sglang-venv build/view
+$(TINY_MODEL)/tokenizer.json: | $(VENV)/.core sglang-venv build/view
 	$(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
 
 .PHONY: bench-serving bench-serving-tp2
