@@ -1,6 +1,7 @@
-"""One drive by every path to it: block size by depth, latencies to p99.99, CPU, and descriptors.
+"""Drives by every path to them: block size by depth, latencies to p99.99, CPU, and descriptors.
 
 Random commands of one size, a fixed number of them in flight, by native code that times each one.
+Percentiles are of all rounds together, and only given where one command or more lies beyond them.
 The submitter spins on a core of its own; the CPU time that is reported is that of everything else:
 the thread that executes, the kernel's workers and the executor's threads.
 
@@ -16,10 +17,12 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tutti.arguments import positive
 from tutti.base.terminal import ProgressFactory, table
@@ -29,7 +32,7 @@ from tutti.bench.environment import describe
 from tutti.bench.members import temporary_members
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
-from tutti.bench.statistics import median, percentile
+from tutti.bench.statistics import median
 from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
@@ -69,6 +72,25 @@ class PathLoadStruct(ctypes.LittleEndianStructure):
     )
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A combination.  place: its name where several are measured, else empty."""
+
+    place: str
+    path: str
+    direction: str
+    block_nbytes: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a cell: means, and the time of each command."""
+
+    means: dict[str, float]
+    latencies_ns: npt.NDArray[np.uint64]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench paths`."""
     add_place_arguments(parser)
@@ -92,9 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(FILE_PATHS),
         help="ways to reach a file (default: all)",
     )
-    parser.add_argument("--moved", default="128MiB", help="bytes to move per combination")
     parser.add_argument(
-        "--commands", type=positive, default=20000, help="most commands per combination"
+        "--moved",
+        default="224MiB",
+        help="bytes to move per combination and round (%(default)s: in three rounds 10,000 commands"
+        " of 64 KiB, as p99.99 needs, and 1,000 of 512 KiB, as p99.9 needs)",
+    )
+    parser.add_argument(
+        "--commands", type=positive, default=20000, help="most commands per combination and round"
     )
     parser.add_argument("--rounds", type=positive, default=3, help="measurements per combination")
     parser.add_argument("--size", default="512MiB", help="size of the file")
@@ -114,28 +141,29 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         raise ConfigError("--blocks are multiples of 4 KiB up to 1 MiB")
     if max(args.depths) >= _QUEUE_DEPTH:
         raise ConfigError(f"--depths are below {_QUEUE_DEPTH}")
-    (place, *others) = pool_paths(args, "paths")
-    if others:
-        raise ConfigError("one drive at a time; name one --dir or one --path")
+    places = _named(pool_paths(args, "paths"), args.path or args.dir)
     if args.out is not None:
         check_writable(args.out)
         check_writable(args.out.with_suffix(".png"))
     cells = [
-        (path, direction, block, depth)
+        Cell(name, path, direction, block, depth)
+        for name, place in places.items()
         for path in _paths_of(place, args.paths)
         for direction in args.directions
         for block in blocks
         for depth in args.depths
     ]
-    found: dict[tuple[str, str, int, int], list[dict[str, float]]] = {cell: [] for cell in cells}
+    found: dict[Cell, list[Measured]] = {cell: [] for cell in cells}
+    members = list(places.values())
     with (
-        temporary_members([place], parse_nbytes(args.size), prewrite=True, force=args.force),
+        temporary_members(members, parse_nbytes(args.size), prewrite=True, force=args.force),
         progress("paths", len(cells) * args.rounds) as bar,
     ):
         for number in range(args.rounds):
             for cell in cells:
-                commands = min(args.commands, max(64, parse_nbytes(args.moved) // cell[2]))
-                found[cell].append(measure(place, cell, commands, seed=number))
+                moved = parse_nbytes(args.moved) // cell.block_nbytes
+                commands = min(args.commands, max(64, moved))
+                found[cell].append(measure(places[cell.place], cell, commands, seed=number))
                 bar.advance(1)
     result = {
         "benchmark": "paths",
@@ -154,12 +182,13 @@ HEAD = ["path", "", "block", "depth", "GB/s", "commands/s", *PERCENTS, "CPU us/c
 
 
 def rows_of(result: dict[str, Any]) -> list[list[Any]]:
-    """The table below HEAD: medians of the rounds."""
+    """The table below HEAD: medians of the rounds, percentiles of all of them."""
     return [
         [
-            *(row["path"], row["direction"], format_nbytes(row["block_nbytes"]), row["depth"]),
+            f"{row['path']}, {row['place']}" if row.get("place") else row["path"],
+            *(row["direction"], format_nbytes(row["block_nbytes"]), row["depth"]),
             *(round(row["gb_per_s"], 3), round(row["commands_per_s"])),
-            *(round(row[name]) for name in PERCENTS),
+            *("-" if row[name] is None else round(row[name]) for name in PERCENTS),
             round(row["cpu_us_per_command"], 1),
         ]
         for row in result["rows"]
@@ -167,11 +196,11 @@ def rows_of(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What lists of the same 64 MiB take, counted in memory."""
+    """What lists of the same 64 MiB take: commands counted in memory, bytes by a formula."""
     return [
         f"64 MiB in fragments of {format_nbytes(row['fragment_nbytes'])}: {row['sgl_commands']}"
-        f" commands by SGL ({row['sgl_nbytes']} bytes of lists), {row['prp_commands']} by PRP"
-        f" ({row['prp_nbytes']})"
+        f" commands by SGL (computed: {row['sgl_nbytes']} bytes of lists), {row['prp_commands']} by"
+        f" PRP (computed: {row['prp_nbytes']})"
         for row in result["descriptors"]
     ]
 
@@ -181,12 +210,10 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join([table(HEAD, rows_of(result)), "", *notes_of(result)])
 
 
-def measure(
-    place: str, cell: tuple[str, str, int, int], commands: int, *, seed: int
-) -> dict[str, float]:
+def measure(place: str, cell: Cell, commands: int, *, seed: int) -> Measured:
     """One run of one cell.  Raises DeviceTimeout when commands do not end."""
-    path, direction, block_nbytes, depth = cell
-    with _controller(place, path) as controller:
+    block_nbytes, depth = cell.block_nbytes, cell.depth
+    with _controller(place, cell.path) as controller:
         buffer = HostBuffer(depth * block_nbytes)
         region = controller.register(buffer)
         queue_pair = controller.create_queue_pair(_QUEUE_DEPTH)
@@ -198,7 +225,7 @@ def measure(
             latencies_ns=latencies.ctypes.data,
             depth=depth,
             nlb=block_nbytes // controller.info.lba_nbytes,
-            opcode=_OPCODES[direction],
+            opcode=_OPCODES[cell.direction],
         )
         controller.expect_rings(True)  # the submitter wakes no thread that sleeps
         cpu_s = time.process_time() - time.thread_time()
@@ -212,13 +239,12 @@ def measure(
         queue_pair.close()
         region.close()
         _native.check(result, "commands did not end well", "check the drive", DeviceTimeout)
-    moved = commands * block_nbytes
-    return {
-        "gb_per_s": moved / seconds.value / 1e9,
+    means = {
+        "gb_per_s": commands * block_nbytes / seconds.value / 1e9,
         "commands_per_s": commands / seconds.value,
         "cpu_us_per_command": cpu_s / commands * 1e6,
-        **{name: percentile(latencies, p) / 1e3 for name, p in PERCENTS.items()},  # type: ignore[arg-type]
     }
+    return Measured(means, latencies)
 
 
 def descriptors() -> list[dict[str, int]]:
@@ -261,17 +287,31 @@ def _commands(fragment: int, use_sgl: bool) -> int:
     return count
 
 
-def _row(cell: tuple[str, str, int, int], runs: list[dict[str, float]]) -> dict[str, Any]:
-    path, direction, block_nbytes, depth = cell
-    names = runs[0].keys()
+def _row(cell: Cell, runs: list[Measured]) -> dict[str, Any]:
+    pooled = np.concatenate([run.latencies_ns for run in runs])
     return {
-        "path": path,
-        "direction": direction,
-        "block_nbytes": block_nbytes,
-        "depth": depth,
-        **{name: median([run[name] for run in runs]) for name in names},
-        "runs": [round(run["gb_per_s"], 4) for run in runs],
+        **asdict(cell),
+        **{name: median([run.means[name] for run in runs]) for name in runs[0].means},
+        "samples": len(pooled),
+        **{name: _latency_us(pooled, percent) for name, percent in PERCENTS.items()},
+        "runs": [round(run.means["gb_per_s"], 4) for run in runs],
     }
+
+
+def _latency_us(latencies_ns: npt.NDArray[np.uint64], percent: float) -> float | None:
+    """A percentile; None where so few commands were timed that it would be their maximum."""
+    if len(latencies_ns) < round(100 / (100 - percent)):
+        return None
+    return float(np.percentile(latencies_ns, percent)) / 1e3
+
+
+def _named(places: list[str], given: list[str]) -> dict[str, str]:
+    """Places by the last part of what names them, with a number where that is not enough."""
+    if len(places) == 1:
+        return {"": places[0]}
+    parts = [Path(one).name for one in given]
+    names = parts if len(set(parts)) == len(parts) else [f"{i} {x}" for i, x in enumerate(parts)]
+    return dict(zip(names, places, strict=True))
 
 
 def _paths_of(place: str, wanted: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#E69F00", "#56B4E9", "#000000", "#999999"),
 )
-_LINES = ("path", "block_nbytes")
 _STYLES = ("-", "--", ":", "-.")
 
 
@@ -51,13 +50,14 @@ def plot_paths(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
         return False
     figure, axes = canvas
     reads = [row for row in result["rows"] if row["direction"] == "read"]
-    paths, blocks = (list(dict.fromkeys(row[name] for row in reads)) for name in _LINES)
-    for line in dict.fromkeys((row["path"], row["block_nbytes"]) for row in reads):
-        rows = [row for row in reads if (row["path"], row["block_nbytes"]) == line]
+    colours = list(dict.fromkeys((row["path"], row["place"]) for row in reads))
+    blocks = list(dict.fromkeys(row["block_nbytes"] for row in reads))
+    for line in dict.fromkeys((row["path"], row["place"], row["block_nbytes"]) for row in reads):
+        rows = [r for r in reads if (r["path"], r["place"], r["block_nbytes"]) == line]
         style = {
-            "label": f"{line[0]}, {format_nbytes(line[1])}",
-            "color": COLOURS[paths.index(line[0]) % len(COLOURS)],
-            "linestyle": _STYLES[blocks.index(line[1]) % len(_STYLES)],
+            "label": ", ".join(filter(None, (*line[:2], format_nbytes(line[2])))),
+            "color": COLOURS[colours.index(line[:2]) % len(COLOURS)],
+            "linestyle": _STYLES[blocks.index(line[2]) % len(_STYLES)],
         }
         for axis, name in zip(axes, ("gb_per_s", "p99_us"), strict=True):
             axis.plot([row["depth"] for row in rows], [row[name] for row in rows], "o", **style)

@@ -95,7 +95,7 @@ STEPS = (
     Result("second-tier", "tutti.cli bench second-tier --dir {dir} --json", 300, prints=True),
     Result("submit", "tutti.cli bench submit --pages 128 16384 --repeats 101 --json", 240,
          prints=True),
-    Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 420,
+    Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 600,
          picture="reads of each path and size of block over the depth: GB/s, and p99"),
 )  # fmt: skip
 

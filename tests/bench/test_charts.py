@@ -54,7 +54,7 @@ def test_pictures(tmp_path: Path) -> None:
     assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
     assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
     both = [{"path": path, "block_nbytes": n} for path in ("a", "b") for n in (4096, 65536)]
-    measured = {"direction": "read", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
+    measured = {"direction": "read", "place": "", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
     assert plot_paths({"rows": [one | measured for one in both]}, tmp_path / "paths.svg")
     drawn = set(re.findall(r"stroke: (#\w{6})", (tmp_path / "paths.svg").read_text()))
     assert drawn >= {colour.lower() for colour in COLOURS[:2]} and "#1f77b4" not in drawn
