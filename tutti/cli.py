@@ -82,7 +82,7 @@ COMMANDS = (
     ("probe", "probe:add_probe", "show which tiers work here and what blocks the others"),
     ("nvme list", "nvme:add_list", "list drives that can hold a pool"),
     ("bench bandwidth", "bench:add_bandwidth", "store and retrieve bandwidth in GB/s"),
-    ("bench paths", "bench:add_paths", "compare the paths to one drive"),
+    ("bench paths", "bench:add_paths", "compare the paths to drives"),
     ("bench peers", "bench:add_peers", "compare with SGLang's backends, plain files and fio"),
     ("bench ring", "bench:add_ring", "commands per second of the rings alone"),
     ("bench threads", "bench:add_threads", "gain from service threads and digest workers"),
