@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,7 @@ SOURCES = ("device", "host", "storage", "total")
 SCRIPT = "https://github.com/sgl-project/sglang, benchmark/hicache/bench_multiturn.py"
 _UP_S, _END_S, _POLL_S = 600.0, 120.0, 0.3
 _SETTLE_S = 1.5  # for write-through
+_GONE_S = 2.0  # until a server that broke off is known to have ended
 _COUNTED_S = 11.0  # a linker counts evictions every ten seconds
 _DATA_WORDS = 4000
 _SETTINGS = (
@@ -144,11 +145,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         texts = Path(home, "texts.json")
         texts.write_text(json.dumps(_texts(args.seed)))
         for cell in plan:
-            if cell.title not in failed:
-                try:
-                    measured.setdefault(cell.title, []).append(_life(cell, args, clients, texts))
-                except (ServerError, DeviceTimeout) as error:  # the others count
-                    failed[cell.title] = str(error)
+            try:
+                measured.setdefault(cell.title, []).append(_life(cell, args, clients, texts))
+            except (ServerError, DeviceTimeout, Unsupported) as error:  # the others count
+                failed[cell.title] = str(error)
             done = {name: medians(passes) for name, passes in measured.items() if passes}
             to_do = {each.title: "the run ended before" for each in plan if each.title not in done}
             result |= {"systems": done, "skipped": {**skipped, **to_do, **failed}}
@@ -291,11 +291,16 @@ def _server(
             deadline = time.monotonic() + _UP_S
             while not info.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise ServerError(f"{cell.system} does not start: {_last(log.read_text())}")
+                    raise Unsupported(f"{cell.system} does not start: {_last(log.read_text())}")
                 time.sleep(_POLL_S)
             server = json.loads(info.read_text())["server"]
             names = ("version", "model_path", "page_size", "max_total_num_tokens", "tp_size")
             yield port, {key: server[key] for key in names if key in server}
+        except ServerError as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GONE_S)
+                raise ServerError(f"the server ended: {_last(log.read_text())}") from error
+            raise
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -328,7 +333,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
                     [
                         *(system, name, completed or "**fails**", str(one["prompt_tokens"])),
                         *(str(one[f"{source}_tokens"]) for source in SOURCES[:3]),
-                        *(f"{one['hit_rate']:.1%}", str(one["evicted_tokens"])),
+                        *(f"{one['hit_rate']:.1%}", str(one.get("evicted_tokens", ""))),
                         *("" if value is None else f"{value:.3g}" for value in (ttft, rate)),
                     ]
                 )
@@ -339,7 +344,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     """What the table does not say.  Its "evicted" are tokens of SGLang's own KV pool."""
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items() if value)
     ranks = {cell["server"].get("tp_size", 1) for cell in result["systems"].values()}
-    passes = {name: len(cell["passes"]) for name, cell in result["systems"].items()}
+    passes = {name: len(cell.get("passes", [cell])) for name, cell in result["systems"].items()}
     usual = max(passes.values(), default=0)
     fewer = [f"{name} {count}" for name, count in passes.items() if count < usual]
     lost = [
@@ -358,7 +363,10 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         + (f" (fewer: {'; '.join(fewer)})" if fewer else ""),
         *small,
         *lost,
-        *(f"skipped {name}: {why}" for name, why in result["skipped"].items()),
+        *(
+            f"{'a pass failed' if name in passes else 'skipped'}, {name}: {why}"
+            for name, why in result["skipped"].items()
+        ),
     ]
 
 

@@ -72,7 +72,7 @@ def test_the_table_names_what_failed_and_what_was_skipped(tmp_path: Path) -> Non
     assert "| hbm | multi-turn test | **fails** |" in page
     assert "| tutti-linker | multi-turn test | 24 of 24 |" in page
     assert "hbm fails SGLang's multi-turn test: Round 1, client 0: cached_tokens=0" in page
-    assert "skipped lmcache: lmcache is not installed" in page and "note CPU" in page
+    assert "skipped, lmcache: lmcache is not installed" in page and "note CPU" in page
     assert "| tutti-linker | bench_serving | 30 | " in page, "the median of its passes"
     assert "ranks of a server: 2; medians of 3 passes (fewer: hbm 1; tutti-linker, 8MiB 1)" in page
     assert "tutti-linker, 8MiB: the pool evicted 88 objects" in page
@@ -152,5 +152,5 @@ def test_a_server_that_does_not_start_is_skipped_by_name(
     words = ["--model", "m", "--dir", str(tmp_path), "--out", str(out), "--systems", "hbm"]
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert serving.main(words) == 0
-    assert "skipped hbm: hbm does not start" in capsys.readouterr().out
+    assert "skipped, hbm: hbm does not start" in capsys.readouterr().out
     assert json.loads(out.read_text())["systems"] == {}
