@@ -91,8 +91,16 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *_TRANSFERS,
         "integration/sglang",
         *(f"bench/yardsticks/{name}.py" for name in ("serving", "serving_steps", "sglang_clients")),
-        *(f"bench/ttft/{name}.py" for name in ("client", "http", "protocol", "recipes")),
-        *("bench/ttft/server_control.py", "bench/ttft/workloads"),
+        *(
+            f"bench/ttft/{name}.py"
+            for name in ("arrivals", "client", "http", "metrics", "protocol")
+        ),
+        *(
+            "bench/ttft/recipes.py",
+            "bench/ttft/server_control.py",
+            "bench/ttft/workloads",
+            *_TRACES,
+        ),
     ),
     "simulate": _SIMULATOR,
     "slack": (*_SLACK, "tutti/profiles/at_open.py"),  # the limits of stores
