@@ -142,15 +142,17 @@ def least_recently_used(requests: Requests, capacity: int) -> HitCount:
     return _LeastRecentlyUsed(capacity).count(requests)
 
 
-def published(requests: Requests, capacity: int) -> dict[str, HitCount]:
-    """What each policy of PUBLISHED hits.  Raises ConfigError without libcachesim."""
+def published(
+    requests: Requests, capacity: int, names: Sequence[str] = PUBLISHED
+) -> dict[str, HitCount]:
+    """What each of these policies hits.  Raises ConfigError without libcachesim."""
     try:
         library = importlib.import_module("libcachesim")
     except ImportError as error:
         raise ConfigError(
             "published policies come from libcachesim; pip install libcachesim==0.3.5"
         ) from error
-    return {name: _Published(library, name, capacity).count(requests) for name in PUBLISHED}
+    return {name: _Published(library, name, capacity).count(requests) for name in names}
 
 
 def unlimited(requests: Requests) -> HitCount:

@@ -6,7 +6,10 @@ the rest, as `tutti replay` does. Three others are for comparison: plain LRU ove
 which knows neither runs nor a reserve; Belady's MIN, which knows the future
 (tutti/bench/belady.py); and "groups", LRU that takes whole groups and so keeps runs longest.
 `--published` adds policies from the literature, over single blocks as plain LRU: how near to MIN
-any of them comes that knows no more than a pool does.
+any of them comes that knows no more than a pool does. Plain LRU, MQ and LIRS also play without the
+slots that a pool has free on average: what the reserve costs any policy.
+
+"2nd found" is the share of the blocks' second references that hit: what new objects get.
 
 A policy passes when at every capacity it hits at least as often as plain LRU, when at the smallest
 capacity of a trace it covers a third of the distance from plain LRU to MIN, and when its runs are
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +47,7 @@ SYNTHETIC = "synthetic"
 GROUPS = "groups"
 GROUP_SLOTS = 128
 _WINDOW = 256  # pages of one load or put
+_RESERVED = ("MQ", "LIRS")
 _THIRD = 1 / 3
 _RUN_SHARE = 0.9
 _FINGERPRINT = bytes(16)
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             for share in sorted(args.capacity):
                 cells += _cells(name, requests, share, args)
                 if args.published:
-                    published.append(_published(cells[-1], requests))
+                    published.append(_published(cells[-2], requests))  # not "groups"
                 bar.advance(1)
     result = {
         "benchmark": "eviction",
@@ -115,11 +120,16 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return result
 
 
-HEAD = ("trace", "blocks", "policy", "block hits", "plain LRU", "MIN", "gained", "mean run")
+HEAD = (
+    *("trace", "blocks", "policy", "block hits", "plain LRU", "less reserve", "MIN", "gained"),
+    *("mean run", "2nd found"),
+)
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD; "gained" is the part of the distance from plain LRU to MIN."""
+    """The table below HEAD; "less reserve" is plain LRU without the slots that were free, "gained"
+    the part of the distance from plain LRU to MIN.
+    """
     return [
         [
             cell["trace"],
@@ -127,9 +137,11 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
             cell["policy"],
             f"{100 * cell['hit_rate']:.1f} %",
             f"{100 * cell['lru_hit_rate']:.1f} %",
+            f"{100 * cell['lru_less_reserve']:.1f} %",
             f"{100 * cell['minimum_hit_rate']:.1f} %",
             f"{100 * gained(cell):.0f} %",
             f"{cell['mean_run_length']:.2f}",
+            f"{100 * cell['second_found']:.1f} %",
         ]
         for cell in result["cells"]
     ]
@@ -141,7 +153,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     return missed + [
         f"best of {len(each['hit_rates'])} published policies, {each['trace']},"
         f" {each['capacity_blocks']} blocks: {each['policy']}, {100 * each['hit_rate']:.1f} %,"
-        f" {gained(each):.2f} of the way to MIN"
+        f" {gained(each):.2f} of the way to MIN; without {each['free_slots']} free slots"
+        f" MQ {100 * each['less_reserve']['MQ']:.1f} %,"
+        f" LIRS {100 * each['less_reserve']['LIRS']:.1f} %"
         for each in result["published"]
     ]
 
@@ -220,12 +234,18 @@ class Pool:
         self.index = Index(slots, seed=1)
         self.allocator = Allocator(1, groups, self.group_slots)
         self.history = ReuseHistory(slots)
-        self.reserve = reserve_slots(slots, self.group_slots)
+        self.reserve = reserve_slots(slots)
         self._kept: Mask = np.zeros(slots, np.bool_)
         self.hits = self.loaded = self.runs = self.evicted = 0
+        self._free_sum = self._puts = 0  # since the pool was full
 
-    def play(self, keys: Keys) -> None:
-        """One request: look-up, load of what hits, put of the rest."""
+    @property
+    def free_slots(self) -> int:
+        """Slots free behind a put, on average since the pool was full."""
+        return self._free_sum // self._puts if self._puts else 0
+
+    def play(self, keys: Keys) -> int:
+        """One request: look-up, load of what hits, put of the rest; returns how many hit."""
         found = self.index.match(keys)
         self._kept[:] = False
         self._kept[found] = True
@@ -234,6 +254,7 @@ class Pool:
             self._load(found[start : start + _WINDOW])
         for start in range(found.size, len(keys), _WINDOW):
             self._put(keys, start, min(len(keys), start + _WINDOW))
+        return found.size
 
     def _load(self, slots: Slots) -> None:
         self.index.begin_use()
@@ -246,7 +267,7 @@ class Pool:
         index = self.index
         if start == 0:
             index.begin_use()
-        rows = start + np.flatnonzero(index.find(keys[start:end]) == MISSING)
+        rows = start + index.absent(keys[start:end])
         if rows.size == 0:
             return
         self._top_up(rows.size)
@@ -258,19 +279,29 @@ class Pool:
         index.insert(slots, fresh, 0, rows.astype(np.uint32))
         index.set_state(slots, SlotState.READY)
         self.history.stored(slots, fresh, index.uses)
+        if self.evicted:
+            self._free_sum += self.allocator.free_slots
+            self._puts += 1
 
     def _top_up(self, extra: int) -> None:
         index, free = self.index, self.allocator.free_slots
         if free >= self.reserve + extra:
             return
-        value = self.history.value
+        history = self.history
         view = EvictionView(
-            index.resident(), self._kept, index.access, index.depth, self.group_slots, value
+            index.resident(),
+            self._kept,
+            index.access,
+            index.depth,
+            self.group_slots,
+            history.uses,
+            index.uses,
+            history.lifetime_bits,
         )
         victims = _POLICIES[self.policy].victims(view, 2 * self.reserve + extra - free)
         if victims.size == 0:
             return
-        self.history.evicted(victims, index.key[victims])
+        history.evicted(victims, index.key[victims])
         victims = np.sort(victims)
         index.remove(victims)
         index.set_state(victims, SlotState.VOIDED)
@@ -293,26 +324,42 @@ def _cells(
     cells = []
     for policy in (*args.policies, GROUPS):
         pool = Pool(wanted, policy, group_slots)
-        for ids in blocks:
-            pool.play(block_keys(_FINGERPRINT, ids))
-        lru = belady.least_recently_used(blocks, pool.index.slots)
+        second_found = _play(pool, blocks)
+        slots, less = pool.index.slots, pool.index.slots - pool.free_slots
+        lru = belady.least_recently_used(blocks, slots)
         cells.append(
             {
                 "trace": name,
                 "requests": len(requests),
                 "distinct_blocks": distinct,
-                "capacity_blocks": pool.index.slots,
+                "capacity_blocks": slots,
+                "free_slots": pool.free_slots,
                 "policy": policy,
                 "hit_rate": pool.hits / lru.references,
                 "lru_hit_rate": lru.prefix_hit_rate,
-                "minimum_hit_rate": belady.minimum(blocks, pool.index.slots).hit_rate,
+                "lru_less_reserve": belady.least_recently_used(blocks, less).prefix_hit_rate,
+                "minimum_hit_rate": belady.minimum(blocks, slots).hit_rate,
                 "unlimited_hit_rate": belady.unlimited(blocks).prefix_hit_rate,
                 "mean_run_length": pool.loaded / pool.runs if pool.runs else 0.0,
+                "second_found": second_found,
                 "evicted": pool.evicted,
                 "evicted_too_early": pool.history.regretted,
             }
         )
     return cells
+
+
+def _play(pool: Pool, blocks: Sequence[Sequence[int]]) -> float:
+    """Plays all requests; returns the share of the blocks' second references that hit."""
+    references: Counter[int] = Counter()
+    second = found = 0
+    for ids in blocks:
+        hits = pool.play(block_keys(_FINGERPRINT, ids))
+        for place, block in enumerate(ids):
+            references[block] += 1
+            second += references[block] == 2
+            found += references[block] == 2 and place < hits
+    return found / second if second else 0.0
 
 
 def _published(cell: dict[str, Any], requests: Sequence[TraceRequest]) -> dict[str, Any]:
@@ -321,9 +368,15 @@ def _published(cell: dict[str, Any], requests: Sequence[TraceRequest]) -> dict[s
     counts = belady.published(blocks, cell["capacity_blocks"])
     rates = {name: count.prefix_hit_rate for name, count in counts.items()}
     best = max(rates, key=lambda name: rates[name])
-    keys = ("trace", "capacity_blocks", "lru_hit_rate", "minimum_hit_rate")
-    found = {key: cell[key] for key in keys}
-    return {**found, "policy": best, "hit_rate": rates[best], "hit_rates": rates}
+    less = belady.published(blocks, cell["capacity_blocks"] - cell["free_slots"], _RESERVED)
+    keys = ("trace", "capacity_blocks", "free_slots", "lru_hit_rate", "minimum_hit_rate")
+    return {
+        **{key: cell[key] for key in keys},
+        "policy": best,
+        "hit_rate": rates[best],
+        "hit_rates": rates,
+        "less_reserve": {name: count.prefix_hit_rate for name, count in less.items()},
+    }
 
 
 def _name(trace: str) -> str:

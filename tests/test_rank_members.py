@@ -150,7 +150,7 @@ def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
     with running(tmp_path / "agent") as agent:
         path = [f"unix:{agent.path}"]
         with pytest.raises(ConfigError, match="verify, eviction: the agent at"):
-            opened(path, verify="off", eviction="lfuda")
+            opened(path, verify="off", eviction="lru")
         own = {"path": path, "capacity": "64MiB", "profile": "off"}
         open_store(LAYOUT, "kv", 64 * MiB, parse_options(own, HICACHE), ParallelRank())[0].close()
         with pytest.raises(ConfigError, match="pin_lookups, pin_share: the agent at"):

@@ -55,16 +55,23 @@ class NativeIndex(ctypes.Structure):
     )
 
 
+#: Sizes of gaps that are told apart.
+GAPS = 33
+
+
 class NativeReuse(ctypes.Structure):
     """`struct tutti_reuse`."""
 
     _fields_ = (
         ("used", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
         ("uses", ctypes.c_void_p),
-        ("tag", ctypes.c_void_p),
+        ("ghosts", ctypes.c_void_p),
+        ("ghost_uses", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("gaps", ctypes.c_void_p),
         ("slots", ctypes.c_uint64),
-        ("age", ctypes.c_uint32),
+        ("oldest", ctypes.c_uint64),
+        ("gaps_sum", ctypes.c_uint64),
     )
 
 
@@ -222,7 +229,7 @@ _QUICK: Prototypes = {
     "tutti_index_insert": (_I64, (_INDEX, _POINTER)),
     "tutti_index_move": (_I64, (_INDEX, _POINTER, _U64, _U32, _U32, _U32)),
     "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
-    "tutti_reuse_evicted": (None, (_REUSE, _POINTER, _U64)),
+    "tutti_reuse_evicted": (_I64, (_REUSE, _POINTER, _POINTER, _U64)),
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),

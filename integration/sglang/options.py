@@ -94,9 +94,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "eviction",
         "str",
-        "lru",
-        "which objects are evicted when a pool is full: lru: the least recently used; lfuda: the "
-        "least frequently used, with dynamic aging",
+        "mq",
+        "which objects are evicted when a pool is full: lru: the least recently used; mq: the same, "
+        "but objects that were loaded often stay longer (multi-queue)",
         choices=tuple(POLICIES),
         is_pools_own=True,
     ),

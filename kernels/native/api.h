@@ -162,20 +162,36 @@ TUTTI_API int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uin
 // Unmaps the keys of the given slots, all in range; returns how many of them were mapped.
 TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n);
 
-// How often objects are used (tutti/placement/reuse.py), all the caller's: by slot, the use in
-// which it was filled or last loaded, how often that was, and its value; and as many evicted keys
-// as slots, a tag of each, 0 for none.
-struct tutti_reuse {
-  uint32_t* used;
-  uint32_t* value;
-  uint8_t* uses;
-  uint16_t* tag;
-  uint64_t slots;
-  uint32_t age;
+// An evicted key, by its hash: its last use, how often it was used (0: none is here), and the next
+// ghost of its bucket.
+struct tutti_ghost {
+  uint64_t hash;
+  uint32_t used;
+  uint32_t next;
 };
 
-// Keys were evicted; they replace older ones.
-TUTTI_API void tutti_reuse_evicted(tutti_reuse* reuse, const uint8_t* keys, uint64_t n);
+constexpr uint64_t kTuttiGaps = 33;
+
+// How often objects are used (tutti/placement/reuse.py), all the caller's: by slot, the use in
+// which it was filled or last loaded, 0 for unknown, and how often that was; as many ghosts as
+// slots, a ring, whose buckets begin at `heads`; and, by the bits of the gap, the uses that came
+// that long after the one before.
+struct tutti_reuse {
+  uint32_t* used;
+  uint8_t* uses;
+  tutti_ghost* ghosts;
+  uint8_t* ghost_uses;
+  uint32_t* heads;
+  uint32_t* gaps;
+  uint64_t slots;
+  uint64_t oldest;
+  uint64_t gaps_sum;
+};
+
+// The objects of slots were evicted: their keys take the places of the oldest ghosts. -1 for a slot
+// out of range.
+TUTTI_API int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                                      uint64_t n);
 
 // Slots were loaded in use `now`; counts each once. -1 for a slot out of range.
 TUTTI_API int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,

@@ -1,5 +1,5 @@
-// How often objects are used, and the cache of digests: arrays by slot, one call for the slots of a
-// transfer. See tutti/placement/reuse.py.
+// How often objects are used, also those that were evicted, and the cache of digests: one call for
+// the slots of a transfer. See tutti/placement/reuse.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -9,29 +9,46 @@
 
 namespace {
 
-// What is used as often as this outlasts so many generations of new objects, and no more.
-constexpr uint8_t kUsesMax = 16;
+constexpr uint32_t kNone = UINT32_MAX;
+// Gaps are counted up to so many a slot before all counts are halved, which forgets old ones.
+constexpr uint64_t kGapsPerSlot = 8;
 constexpr uint64_t kMultipliers[] = {0x9E3779B97F4A7C15ULL, 0xC2B2AE3D27D4EB4FULL};
 
-struct Ghost {
-  uint64_t entry;
-  uint16_t tag;
-};
-
-// Where a key is remembered after its eviction: the high bits choose the entry, others are its tag,
-// never 0. Two keys of one entry have the same tag once in 32768 times; a counter does not notice.
-Ghost ghost_of(const tutti_reuse* reuse, const uint8_t* key) {
+uint64_t hash_of(const uint8_t* key) {
   uint64_t words[2];
   static_assert(sizeof words == kTuttiKeyBytes, "a key is two words");
   std::memcpy(words, key, sizeof words);
   const uint64_t mixed = (words[0] * kMultipliers[0]) ^ ((words[1] * kMultipliers[1]) >> 29);
-  const uint64_t hash = mixed * kMultipliers[0];
-  return {tutti::share_of(hash, reuse->slots), static_cast<uint16_t>((hash >> 18) | 1)};
+  return mixed * kMultipliers[0];
 }
 
-void use(tutti_reuse* reuse, int64_t slot, uint8_t uses, int64_t now) {
-  reuse->uses[slot] = uses;
-  reuse->value[slot] = reuse->age + uses;
+// The link to a ghost of this hash, or kNone at the end of its bucket. Buckets are as many as
+// ghosts, so that most have one at most; a bucket never has more than all.
+template <typename IsIt>
+uint32_t* find_link(const tutti_reuse* reuse, uint64_t hash, IsIt is_it) {
+  uint32_t* link = &reuse->heads[tutti::share_of(hash, reuse->slots)];
+  while (*link != kNone && !is_it(*link)) link = &reuse->ghosts[*link].next;
+  return link;
+}
+
+void remove_ghost(tutti_reuse* reuse, uint32_t* link) {
+  const uint32_t place = *link;
+  *link = reuse->ghosts[place].next;
+  reuse->ghost_uses[place] = 0;
+}
+
+// A use came `now`, after the one at `then`.
+void count_gap(tutti_reuse* reuse, int64_t now, uint32_t then) {
+  if (then == 0) return;
+  const uint32_t gap = static_cast<uint32_t>(now) - then;
+  ++reuse->gaps[gap == 0 ? 0 : 32 - __builtin_clz(gap)];
+  if (++reuse->gaps_sum < kGapsPerSlot * reuse->slots) return;
+  reuse->gaps_sum = 0;
+  for (uint64_t i = 0; i < kTuttiGaps; ++i) reuse->gaps_sum += reuse->gaps[i] /= 2;
+}
+
+void use(tutti_reuse* reuse, int64_t slot, uint8_t uses_before, int64_t now) {
+  reuse->uses[slot] = static_cast<uint8_t>(uses_before + (uses_before != UINT8_MAX ? 1 : 0));
   reuse->used[slot] = static_cast<uint32_t>(now);
 }
 
@@ -43,11 +60,24 @@ bool are_slots(const int64_t* slots, uint64_t n, uint64_t end) {
 
 }  // namespace
 
-void tutti_reuse_evicted(tutti_reuse* reuse, const uint8_t* keys, uint64_t n) {
+int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
+                            uint64_t n) {
+  if (!are_slots(slots, n, reuse->slots)) return -1;
   for (uint64_t i = 0; i < n; ++i) {
-    const Ghost ghost = ghost_of(reuse, keys + i * kTuttiKeyBytes);
-    reuse->tag[ghost.entry] = ghost.tag;
+    const auto place = static_cast<uint32_t>(reuse->oldest);
+    tutti_ghost& ghost = reuse->ghosts[place];
+    if (reuse->ghost_uses[place] != 0) {
+      const auto is_it = [place](uint32_t other) { return other == place; };
+      remove_ghost(reuse, find_link(reuse, ghost.hash, is_it));
+    }
+    const uint64_t hash = hash_of(keys + i * kTuttiKeyBytes);
+    uint32_t& head = reuse->heads[tutti::share_of(hash, reuse->slots)];
+    ghost = {hash, reuse->used[slots[i]], head};
+    reuse->ghost_uses[place] = std::max<uint8_t>(reuse->uses[slots[i]], 1);
+    head = place;
+    reuse->oldest = (reuse->oldest + 1) % reuse->slots;
   }
+  return static_cast<int64_t>(n);
 }
 
 int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n, int64_t now) {
@@ -55,8 +85,8 @@ int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,
   for (uint64_t i = 0; i < n; ++i) {
     const int64_t slot = slots[i];
     if (reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
-    const uint8_t uses = reuse->uses[slot];
-    use(reuse, slot, uses < kUsesMax ? static_cast<uint8_t>(uses + 1) : uses, now);
+    count_gap(reuse, now, reuse->used[slot]);
+    use(reuse, slot, reuse->uses[slot], now);
   }
   return static_cast<int64_t>(n);
 }
@@ -66,12 +96,17 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
   if (!are_slots(slots, n, reuse->slots)) return -1;
   int64_t late = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const Ghost ghost = ghost_of(reuse, keys + i * kTuttiKeyBytes);
-    if (reuse->tag[ghost.entry] == ghost.tag) {
+    const uint64_t hash = hash_of(keys + i * kTuttiKeyBytes);
+    const auto is_it = [reuse, hash](uint32_t place) { return reuse->ghosts[place].hash == hash; };
+    uint32_t* const link = find_link(reuse, hash, is_it);
+    uint8_t uses = 0;
+    if (*link != kNone) {
       ++late;
-      reuse->tag[ghost.entry] = 0;
+      uses = reuse->ghost_uses[*link];
+      count_gap(reuse, now, reuse->ghosts[*link].used);
+      remove_ghost(reuse, link);
     }
-    use(reuse, slots[i], 1, now);
+    use(reuse, slots[i], uses, now);
   }
   return late;
 }

@@ -60,14 +60,27 @@ def test_a_scan_does_not_push_out_what_is_used_again() -> None:
         hits[policy] = pool.hits
         pool.index.check_integrity()
         pool.allocator.check_integrity()
-    assert hits["lfuda"] >= hits["lru"]
+    assert hits["mq"] >= hits["lru"]
+
+
+def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
+    hits = {}
+    for policy in sorted(POLICIES):
+        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        for turn in range(400):
+            pool.play(block_keys(bytes(16), range(40 * (turn % 3), 40 * (turn % 3) + 40)))
+        for turn in range(200):  # other users
+            first = 10_000 + 40 * (turn % 3)
+            found = pool.play(block_keys(bytes(16), range(first, first + 40)))
+            hits[policy] = hits.get(policy, 0) + (found if turn >= 100 else 0)
+    assert hits["mq"] == hits["lru"] == 100 * 40
 
 
 def cell(**changes: object) -> dict[str, object]:
     facts: dict[str, object] = {
         "trace": "t",
         "capacity_blocks": 10,
-        "policy": "lfuda",
+        "policy": "mq",
         "hit_rate": 0.4,
         "lru_hit_rate": 0.2,
         "minimum_hit_rate": 0.5,

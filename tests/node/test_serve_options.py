@@ -27,7 +27,7 @@ OF_CLIENTS = {"page_cache_share", "residency", "window_nbytes", "service_threads
 GIVEN = {
     "--verify": ("verify", "sampled", "sampled"),
     "--durability": ("durability", "flush", "flush"),
-    "--eviction": ("eviction", "lfuda", "lfuda"),
+    "--eviction": ("eviction", "lru", "lru"),
     "--timeout": ("timeout_s", "7.5", 7.5),
     "--pin-lookups": ("pin_lookups", "5", 5),
     "--pin-share": ("pin_share", "0.25", 0.25),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 from tutti.placement.eviction import (
     EvictionPolicy,
     EvictionView,
-    LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    MultiQueue,
 )
 
 POLICY: EvictionPolicy = LeastRecentlyUsed()
-LFUDA: EvictionPolicy = LeastFrequentlyUsed()
+MQ: EvictionPolicy = MultiQueue()
 
 
 def make_view(
@@ -36,7 +37,8 @@ def make_view(
     pinned = np.zeros(times.size, np.bool_)
     pinned[list(busy)] = True
     depths = np.asarray(depth, np.uint32)
-    return EvictionView(resident, pinned, times, depths, group_slots, 10 - times)
+    uses = np.ones(times.size, np.uint8)
+    return EvictionView(resident, pinned, times, depths, group_slots, uses, 16, 2)
 
 
 def victims_by_definition(view: EvictionView, rank: Sequence[Any], n: int) -> list[int]:
@@ -60,6 +62,15 @@ def victims_by_definition(view: EvictionView, rank: Sequence[Any], n: int) -> li
     return chosen
 
 
+def queue_by_definition(view: EvictionView, slot: int) -> tuple[int, int]:
+    """The queue of a slot, and since when it is there: one fall at a time."""
+    queue = max(0, math.floor(math.log2(max(1, int(view.uses[slot]) - 1))))
+    since, lifetime = int(view.access[slot]), 1 << min(31, view.lifetime_bits)
+    while queue and view.now - since >= lifetime:
+        queue, since = queue - 1, since + lifetime
+    return queue, since
+
+
 @given(st.data())
 def test_agrees_with_the_definition(data: st.DataObject) -> None:
     group_slots = data.draw(st.sampled_from([1, 2, 4, 8]))
@@ -68,18 +79,22 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     small = st.lists(st.integers(0, 4), min_size=size, max_size=size)
     large = st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size)
     numbers = st.one_of(small, large).map(lambda values: np.array(values, np.uint32))
+    uses = st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 255]), min_size=size, max_size=size)
+    access = data.draw(numbers)
     view = EvictionView(
         data.draw(flags),
         data.draw(flags),
-        data.draw(numbers),
+        access,
         data.draw(numbers),
         group_slots,
-        data.draw(numbers),
+        np.array(data.draw(uses), np.uint8),
+        int(access.max()),
+        data.draw(st.sampled_from([0, 1, 3, 20, 31, 32])),
     )
     n = data.draw(st.integers(0, size + 2))
     assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
-    rank = list(zip(view.value.tolist(), view.access.tolist(), strict=True))
-    assert LFUDA.victims(view, n).tolist() == victims_by_definition(view, rank, n)
+    queues = [queue_by_definition(view, slot) for slot in range(size)]
+    assert MQ.victims(view, n).tolist() == victims_by_definition(view, queues, n)
 
 
 def test_what_was_looked_up_together_goes_together_and_the_coldest_first() -> None:
@@ -117,9 +132,12 @@ def test_nothing_to_evict_is_not_an_error() -> None:
     assert POLICY.victims(nothing, 0).dtype == np.int64
 
 
-def test_what_was_used_least_goes_first_and_of_that_what_was_used_last() -> None:
-    view = make_view(4, [1, 1, 1, 9, 5, 5, 5, 5], [3, 4, 5, 0, 0, 1, 2, 3])
-    assert LFUDA.victims(view, 1).tolist() == [3], "its value is least"
-    assert LFUDA.victims(view, 3).tolist() == [3, 4, 5, 6, 7]
-    alike = replace(view, value=np.ones(8, np.uint32))
-    assert LFUDA.victims(alike, 4).tolist() == [0, 1, 2, 4, 5, 6, 7]
+def test_what_was_loaded_often_stays_as_many_lifetimes_longer() -> None:
+    view = make_view(4, [9, 9, 12, 12, 8, 8, 8, 8], [0, 1, 0, 1, 0, 1, 2, 3])
+    assert MQ.victims(view, 8).tolist() == POLICY.victims(view, 8).tolist()
+    often = replace(view, uses=np.array([2, 2, 1, 1, 5, 5, 5, 5], np.uint8))
+    assert MQ.victims(often, 1).tolist() == [0, 1], "one load is not often"
+    assert MQ.victims(often, 5).tolist() == [0, 1, 2, 3, 4, 5, 6, 7], "it came there at 16"
+    longer = replace(often, lifetime_bits=3)
+    longer = replace(longer, access=np.array([9, 9, 16, 16, 8, 8, 8, 8], np.uint32))
+    assert MQ.victims(longer, 3).tolist() == [0, 1, 2, 3], "one fall: still a queue above"

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-from tutti.base.arrays import Slots
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -45,31 +43,25 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def test_every_batch_of_a_put_ages_the_pool(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "found"), [({}, 8), ({"eviction": "lru"}, 0)])
+def test_what_comes_back_again_and_again_outlasts_what_is_only_stored(
+    rng: np.random.Generator, options: dict[str, str], found: int
 ) -> None:
-    """Or its own pages would be worth less than what went for them."""
-    with opened(formatted(), eviction="lfuda") as store:
-        slots, history = GEOMETRY.slots, store._core.history
-        memory = store.allocate_memory(slots)
-        old = some_keys(rng, slots)
-        store.put(old, range(slots)).wait(5)
-        for uses in range(6):  # the later ones are used more often
-            there = store.present(old)
-            store.load(old[there], np.flatnonzero(there)).wait(5)
-            old = old[slots // 8 :] if uses else old
-        worth: list[float] = []
-        evicted = history.evicted
-
-        def seen(gone: Slots, *arguments: Any, **options: Any) -> None:
-            worth.append(float(history.value[gone].max()))
-            evicted(gone, *arguments, **options)
-
-        monkeypatch.setattr(history, "evicted", seen)
-        monkeypatch.setattr(store._writer, "batch_pages", 4)
-        store.put(some_keys(rng, slots // 2), range(slots // 2), memory=memory).wait(5)
-        assert max(worth) > worth[0] > 0, "the batches evict alike: nothing is tested"
-        assert history.native.age == max(worth)
+    with opened(formatted(), pin_lookups=1, **options) as store:
+        store.allocate_memory(8)
+        often, last = some_keys(rng, 8), 0
+        for _ in range(12):
+            last = int(np.count_nonzero(store.present(often)))
+            if last == 8:
+                store.load(often, range(8)).wait(5)
+            else:
+                store.put(often, range(8)).wait(5)
+            for _ in range(5):  # more than the pool has room for
+                store.put(some_keys(rng, 8), range(8)).wait(5)
+        assert last == found
+        stats = store.stats()
+        assert stats["eviction"] == options.get("eviction", "mq")
+        assert stats["evicted_too_early"] > 0
 
 
 def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> None:

@@ -24,8 +24,10 @@ class EvictionView:
 
     `resident`: holds an object. `busy`: pinned, or a write is under way; never a victim. `access`:
     u32, the look-up that last touched it. `depth`: u32, pages before it in its chain.
-    `group_slots`: slots of a group; the number of slots is a multiple of it. `value`: u32, uses and
-    age (tutti/placement/reuse.py).
+    `group_slots`: slots of a group; the number of slots is a multiple of it. `uses`: u8, stores and
+    loads of the object. `now`: the latest look-up, no `access` is later. `lifetime_bits`: three
+    quarters of the gaps between uses are shorter than 2 to the power of this, in look-ups
+    (tutti/placement/reuse.py).
     """
 
     resident: Mask
@@ -33,7 +35,9 @@ class EvictionView:
     access: npt.NDArray[np.uint32]
     depth: npt.NDArray[np.uint32]
     group_slots: int
-    value: npt.NDArray[np.uint32]
+    uses: npt.NDArray[np.uint8]
+    now: int
+    lifetime_bits: int
 
 
 class EvictionPolicy(Protocol):
@@ -61,20 +65,36 @@ class LeastRecentlyUsed:
         return _first_runs(view, view.access, n)
 
 
-class LeastFrequentlyUsed:
-    """The runs of least value, by LFU with dynamic aging; of equal value as LeastRecentlyUsed.
+class MultiQueue:
+    """The runs of the lowest queue, by Multi-Queue; of one queue as LeastRecentlyUsed.
 
-    A run is neighbouring slots of one group that hold successive pages of a chain and were used
-    alike. It goes as a whole.
+    An object that was used n times after its first store is in queue log2(n), and falls by one for
+    each lifetime that it is not looked up; there it counts as looked up when it came (Zhou,
+    Philbin, Li: The Multi-Queue Replacement Algorithm for Second Level Buffer Caches, USENIX ATC
+    2001). The lifetime follows the gaps between uses, as theirs follows "temporal distances", and
+    objects that come back after their eviction have the uses they had. So a stream of objects that
+    are used once does not evict what is used again and again, what was loaded once is treated as
+    by LeastRecentlyUsed, and what is no longer used goes after eight lifetimes at most.
+
+    A run is neighbouring slots of one group that hold successive pages of a chain, were looked up
+    together and are in one queue. It goes as a whole.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
         """See EvictionPolicy. O(slots), vectorised."""
-        return _first_runs(view, view.value.astype(np.uint64) << np.uint64(32) | view.access, n)
+        bits = np.uint32(min(view.lifetime_bits, 31))
+        age = np.uint32(view.now) - view.access
+        queue = _QUEUES[view.uses]
+        falls = np.minimum(queue, age >> bits)
+        youth = ~(age - (falls << bits))
+        return _first_runs(view, (queue - falls).astype(np.uint64) << np.uint64(32) | youth, n)
 
+
+#: By uses: the queue of an object.
+_QUEUES = np.array([max(1, uses - 1).bit_length() - 1 for uses in range(256)], np.uint32)
 
 #: By the name that options give.
-POLICIES: dict[str, EvictionPolicy] = {"lfuda": LeastFrequentlyUsed(), "lru": LeastRecentlyUsed()}
+POLICIES: dict[str, EvictionPolicy] = {"lru": LeastRecentlyUsed(), "mq": MultiQueue()}
 
 
 def _first_runs(

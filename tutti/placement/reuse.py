@@ -1,13 +1,13 @@
-"""Counts uses of objects, and values them by LFU with dynamic aging.
+"""Counts uses of objects, also after their eviction, and measures how far apart uses are.
 
-An object's value is how often it was used, plus the age of the pool when it was used last; the age
-is the highest value that was ever evicted (LFU-DA: Arlitt, Cherkasova, Dilley, Friedrich, Jin,
-SIGMETRICS Performance Evaluation Review 27(4), 2000).  So an object that was used often outlasts
-as many generations of others, and then goes, too; at most 16, so that a pool whose users change
-what they ask for does not turn new objects away for long.  An object is used when it is stored and
-with each load.  A table of evicted keys counts objects that were evicted too early.
+An object is used when it is stored and with each load. The keys that were evicted last, as many as
+the pool has slots, are remembered with their uses ("ghosts"): an object that comes back goes on
+where it left off, and was evicted too early. The number of operations between two uses of an
+object is its gap; three quarters of the gaps are shorter than `lifetime`. The policy of
+tutti/placement/eviction.py reads both.
 
-No clock is read, so that ranks with the same uses agree.
+No clock is read and ghosts are found by the whole hash of a key, so that ranks with the same
+operations agree, whatever their keys are.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ import ctypes
 
 import numpy as np
 
-from tutti.base.arrays import U32, Keys, Slots
-from tutti.native import NativeReuse, address, quick
+from tutti.base.arrays import Keys, Slots
+from tutti.native import GAPS, NativeReuse, address, quick
+
+_GHOST = np.dtype([("hash", np.uint64), ("used", np.uint32), ("next", np.uint32)])
+_NO_GHOST = 0xFFFFFFFF
 
 
 class ReuseHistory:
     """Uses and evictions of one pool.  Not thread-safe: the store holds a lock around it.
 
-    `used`: u32, the use in which a slot was filled or last loaded.  `uses`: u8, how often that was,
-    16 for more.  `value`: u32.
+    `used`: u32, the use in which a slot was filled or last loaded, 0 if unknown.  `uses`: u8, how
+    often that was, 255 for more.
     """
 
     def __init__(self, slots: int) -> None:
         self.used = np.zeros(slots, np.uint32)
-        self.value = np.zeros(slots, np.uint32)
         self.uses = np.zeros(slots, np.uint8)
-        self._tag = np.zeros(slots, np.uint16)  # of evicted keys, one in each entry, the newest
+        self._ghosts = np.zeros(slots, _GHOST)
+        self._ghost_uses = np.zeros(slots, np.uint8)
+        self._heads = np.full(slots, _NO_GHOST, np.uint32)
+        self._gaps = np.zeros(GAPS, np.uint32)  # by number of bits
         self.native = NativeReuse(
             used=address(self.used),
-            value=address(self.value),
             uses=address(self.uses),
-            tag=address(self._tag),
+            ghosts=address(self._ghosts),
+            ghost_uses=address(self._ghost_uses),
+            heads=address(self._heads),
+            gaps=address(self._gaps),
             slots=slots,
         )
         self._handle = ctypes.byref(self.native)
@@ -45,16 +52,23 @@ class ReuseHistory:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all arrays."""
-        return sum(array.nbytes for array in (self.used, self.value, self.uses, self._tag))
+        """Memory of all arrays of slots."""
+        ghosts = (self._ghosts, self._ghost_uses, self._heads)
+        return sum(array.nbytes for array in (self.used, self.uses, *ghosts))
 
-    def recovered(self, access: U32) -> None:
-        """What an open pool starts with: the order of uses survived, the number of loads not."""
-        self.used[:] = access
-        self.value[:] = self.uses[:] = 1
+    @property
+    def lifetime_bits(self) -> int:
+        """Three quarters of the latest gaps are shorter than 2 to the power of this."""
+        below = np.cumsum(self._gaps, dtype=np.uint64)
+        return int(np.searchsorted(4 * below, 3 * below[-1]))
+
+    def recovered(self) -> None:
+        """What an open pool starts with: neither times nor numbers of uses survived."""
+        self.used[:] = 0
+        self.uses[:] = 1
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
-        """Objects came into slots; those that were evicted before went too early."""
+        """Objects came into slots; those that are ghosts were evicted too early."""
         slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
         arguments = (address(slots), address(keys), slots.size, now)
         late = quick().tutti_reuse_stored(self._handle, *arguments)
@@ -67,9 +81,9 @@ class ReuseHistory:
         done = quick().tutti_reuse_loaded(self._handle, address(slots), slots.size, now)
         assert done >= 0, "a slot number lies beyond the pool"
 
-    def evicted(self, slots: Slots, keys: Keys, *, ages: bool = True) -> None:
-        """Objects were evicted.  ages: False where chosen for a limit of one namespace."""
-        keys = np.ascontiguousarray(keys)
-        quick().tutti_reuse_evicted(self._handle, address(keys), len(keys))
-        if ages and slots.size:
-            self.native.age = max(self.native.age, int(self.value[slots].max()))
+    def evicted(self, slots: Slots, keys: Keys) -> None:
+        """Objects are evicted from slots."""
+        slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
+        arguments = (address(slots), address(keys), slots.size)
+        done = quick().tutti_reuse_evicted(self._handle, *arguments)
+        assert done >= 0, "a slot number lies beyond the pool"

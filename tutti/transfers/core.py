@@ -154,10 +154,10 @@ class Core(InFlight):
         if check is not None:
             check(memory, self.geometry.slice_nlb)
 
-    def choose_victims(self, n: int, among: Mask | None = None, *, ages: bool = True) -> Slots:
+    def choose_victims(self, n: int, among: Mask | None = None) -> Slots:
         """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
 
-        among: which slots may go; None for all.  ages: whether the rest of the pool ages by it.
+        among: which slots may go; None for all.
         """
         index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
@@ -168,12 +168,14 @@ class Core(InFlight):
             index.access,
             index.depth,
             self.geometry.group_slots,
-            self.history.value,
+            self.history.uses,
+            index.uses,
+            self.history.lifetime_bits,
         )
         victims = np.ascontiguousarray(policy.victims(view, n), np.int64)
         if victims.size:
             self.counters.evicted += victims.size
-            self.history.evicted(victims, index.key[victims], ages=ages)
+            self.history.evicted(victims, index.key[victims])
         return victims
 
     def extents(self, slots: Slots) -> Extents:

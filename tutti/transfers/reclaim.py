@@ -26,9 +26,13 @@ _TRIES = 3
 NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
-def reserve_slots(slots: int, group_slots: int) -> int:
-    """Free slots that eviction works towards, so that a put finds some."""
-    return min(max(group_slots, slots // 64), max(1, slots // 8))
+def reserve_slots(slots: int) -> int:
+    """Free slots that eviction works towards, so that a put finds some.
+
+    In proportion to the pool, however small: a group would be a tenth of a pool of 16 groups, and
+    costs more hits there than a policy can win.
+    """
+    return max(1, slots // 64)
 
 
 class Reclaimer:
@@ -42,8 +46,7 @@ class Reclaimer:
         self._active = 0
         self._voiding = 0
         self.returning = 0  # slots that are free once their blocks are deallocated
-        slots, group_slots = core.index.slots, core.geometry.group_slots
-        self.reserve_slots = reserve_slots(slots, group_slots)
+        self.reserve_slots = reserve_slots(core.index.slots)
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""

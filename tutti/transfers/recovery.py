@@ -210,7 +210,7 @@ def _take_over(core: Core, reclaimer: Reclaimer, entries: Entries, proven: bool)
         access=entries["access_64s"][order],
         has_digests=has_digests[order],
     )
-    core.history.recovered(index.access)
+    core.history.recovered()
     mine = order[taken == MISSING]
     index.describe(
         slots[mine],

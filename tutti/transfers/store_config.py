@@ -41,8 +41,8 @@ class StoreConfig:
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
-    eviction: which objects go when space runs out: "lru" (not used for longest), "lfuda" (used
-        least, where what was used long ago counts less), or an EvictionPolicy.
+    eviction: which objects go when space runs out: "mq" (multi-queue: not used for longest, but
+        later what was used often), "lru" (not used for longest), or an EvictionPolicy.
     degraded: open a pool whose other members are missing; their objects are misses.
     any_owner: accept files that other users can change, and with them what they serve.
     """
@@ -57,7 +57,7 @@ class StoreConfig:
     service_threads: int | None = None
     page_cache_share: float = 0.0
     residency: str = "dynamic"
-    eviction: str | EvictionPolicy = "lru"
+    eviction: str | EvictionPolicy = "mq"
     write_budget: int | str | None = None
     quotas: tuple[Quota, ...] = ()
     schedule: Schedule | None = None

@@ -260,7 +260,7 @@ class Writer:
 
         def evict(wanted: int, among: Mask) -> int:
             among[together.found(core.index)] = False  # or the end of a chain would take its start
-            victims = core.choose_victims(wanted, among, ages=False)
+            victims = core.choose_victims(wanted, among)
             if victims.size:
                 self._reclaimer.discard(np.sort(victims))
             return victims.size
