@@ -95,8 +95,8 @@ OPTIONS: tuple[Option, ...] = (
         "eviction",
         "str",
         "mq",
-        "which objects are evicted when a pool is full: lru: the least recently used; mq: the same, "
-        "but objects that were loaded often stay longer (multi-queue)",
+        "which objects are evicted when a pool is full: lru: the least recently used; mq: the "
+        "same, but objects that were loaded often stay longer (multi-queue)",
         choices=tuple(POLICIES),
         is_pools_own=True,
     ),
