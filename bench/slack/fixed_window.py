@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tutti.scheduler.baselines import all_reads
-from tutti.scheduler.policy import Limits, overflow
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.room import overflow
 from tutti.scheduler.state import Decision, Issue, State
 
 

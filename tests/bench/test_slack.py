@@ -93,6 +93,22 @@ def test_slack_waits_less_than_none_where_writes_are_in_the_way() -> None:
     assert runs["bound"]["stored_pages"] == 0
 
 
+@pytest.mark.parametrize(("workload", "backlog"), [("documents", 512), ("agents", 64)])
+def test_slack_stores_as_much_as_none_on_a_drive_that_writes_slowly(
+    workload: str, backlog: int
+) -> None:
+    """Writes start before memory is full: puts come faster than this drive writes."""
+    truth = machine("D5-P5336", "H100")
+    limits = Limits(locked_pages=backlog, staged_pages=backlog)
+    for seed in (0, 1):
+        requests = generate(workload, truth, 200, seed)
+        none, mine = (
+            run_once(name, truth, requests, limits, seed)["stored_pages"]
+            for name in ("none", "slack")
+        )
+        assert mine >= none, seed
+
+
 class WritesFirst(SlackPolicy):
     """Bad on purpose: writes never wait for reads."""
 

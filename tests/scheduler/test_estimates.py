@@ -53,7 +53,7 @@ def test_contradictions_in_a_row_start_anew() -> None:
     for count in range(4):
         assert correction.factor < 2.9, count
         correction.measured(100, 300)
-    assert correction == Correction(3.0)
+    assert (correction.factor, correction.contradictions) == (3.0, 0)
 
 
 def test_one_outlier_does_not() -> None:

@@ -8,6 +8,7 @@ from scheduler.drive import Drive, Linear
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import (
     LayerBegan,
     LayersReady,
@@ -259,7 +260,7 @@ def test_a_young_write_waits_when_there_is_no_slack() -> None:
 
 
 def test_too_many_writes_go_without_slack() -> None:
-    one = drive(locked_pages=10, staged_pages=0, pressure=0.5)
+    one = drive(locked_pages=10, staged_pages=0)
     busy(one)
     one.at(WriteKnown(MS, "w", pages=6, page_nbytes=MB))
     one.run()
@@ -267,22 +268,38 @@ def test_too_many_writes_go_without_slack() -> None:
     assert one.state.totals.dropped_pages == 0
 
 
-@pytest.mark.parametrize(("largest", "forced"), [(10, False), (40, True)])
-def test_writes_wait_for_slack_while_one_as_large_as_the_largest_fits(
-    largest: int, forced: bool
+@pytest.mark.parametrize(("tokens", "forced"), [(512, False), (1024, True)])
+def test_writes_wait_for_slack_while_the_put_that_the_step_ends_with_fits(
+    tokens: int, forced: bool
 ) -> None:
-    one = drive(locked_pages=100, staged_pages=0)
-    one.at(WriteKnown(0, "first", pages=largest, page_nbytes=MB))
-    busy(one)
-    for number in range(7):
-        one.at(WriteKnown(52 * MS + number, f"w{number}", pages=10, page_nbytes=MB))
+    """The first step tells how many pages a token has, the second how many come."""
+    one = drive(locked_pages=60, staged_pages=0)
+    one.at(StepBegan(0, Phase.PREFILL, 4, 512))
+    one.at(StepEnded(4 * MS))
+    one.at(WriteKnown(5 * MS, "first", pages=10, page_nbytes=MB))
+    one.at(WriteKnown(60 * MS, "w", pages=15, page_nbytes=MB))
+    one.at(LoadKnown(50 * MS, "a", 20, 100 * MB, tokens, 9000))
+    one.at(StepBegan(51 * MS, Phase.PREFILL, 20, tokens, 9000, ("a",)))
     one.run()
     assert (one.state.totals.forced_pages > 0) == forced
     assert one.state.totals.dropped_pages == 0
 
 
+def test_a_drive_whose_cache_has_ended_gets_no_more_than_it_can_take() -> None:
+    correction = Correction()
+    for _ in range(100):
+        correction.measured(1000, 1000)
+    assert (correction.slowed, correction.sustained) == (1.0, 1.0)
+    for _ in range(30):
+        correction.measured(1000, 4000)
+    assert 2 < correction.slowed < 4 < correction.sustained
+    for _ in range(3000):  # it was always so slow, for all that is known
+        correction.measured(1000, 4000)
+    assert correction.slowed == 1.0
+
+
 def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
-    one = drive(locked_pages=10, staged_pages=6, pressure=1.0)
+    one = drive(locked_pages=10, staged_pages=6)
     busy(one)
     for number in range(4):
         one.at(WriteKnown((2 + number) * MS, f"w{number}", pages=5, page_nbytes=MB))
@@ -292,7 +309,7 @@ def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
 
 
 def test_for_a_write_that_fits_nowhere_no_other_is_copied_out() -> None:
-    one = drive(locked_pages=10, staged_pages=6, pressure=1.0)
+    one = drive(locked_pages=10, staged_pages=6)
     busy(one)
     for number, pages in enumerate((5, 5, 11)):
         one.at(WriteKnown((2 + number) * MS, f"w{number}", pages=pages, page_nbytes=MB))
@@ -308,7 +325,7 @@ def test_for_a_write_that_fits_nowhere_no_other_is_copied_out() -> None:
         {"margin": 1.0},
         {"read_window_us": 0.0},
         {"forced_share": 0.0},
-        {"pressure": 2.0},
+        {"forced_share": 0.6},
         {"write_patience_us": -1.0},
     ],
 )

@@ -45,7 +45,6 @@ limits_of = st.builds(
     read_patience_us=st.floats(0, 200_000),
     write_patience_us=st.floats(0, 200_000),
     forced_share=st.floats(0.05, 0.5),
-    pressure=st.floats(0.1, 1.0),
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tutti.scheduler.policy import Limits, overflow
+from tutti.scheduler.policy import Limits
+from tutti.scheduler.room import overflow
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 

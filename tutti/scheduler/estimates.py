@@ -19,6 +19,10 @@ _FACTOR_MIN, _FACTOR_MAX = 1 / 8, 8.0
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
 _CONTRADICTIONS_MAX = 4
+#: How fast ``mean`` follows, how fast ``best`` forgets, and what of their quotient is noise.
+_MEAN_WEIGHT, _FORGETS, _NOISE = 0.05, 1.005, 1.2
+#: From this interference on, reads and writes take turns.
+TURNS_FROM = 2.0
 #: No layer, step or transfer takes longer: the clock jumped.
 ABSURD_NS = 600 * 10**9
 #: Profiles are asked once for each of so many amounts.
@@ -27,10 +31,29 @@ _CACHE_MAX = 4096
 
 @dataclass(slots=True)
 class Correction:
-    """Measured over expected time of one kind of work."""
+    """Measured over expected time of one kind of work.
+
+    best, mean: the smallest that was seen for long, and a slower mean.
+    """
 
     factor: float = 1.0
     contradictions: int = 0
+    best: float = 1.0
+    mean: float = 1.0
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long as at its best the work takes, since there is much of it.
+
+        So a drive whose fast cache has ended writes more in a part of the time than in all of it.
+        """
+        return max(1.0, self.mean / self.best / _NOISE)
+
+    @property
+    def sustained(self) -> float:
+        """The factor where the work gets 1 / slowed of the time."""
+        slowed = self.slowed
+        return self.best * slowed * slowed if slowed > 1 else self.factor
 
     def measured(self, expected_ns: int, measured_ns: int) -> bool:
         """Takes one more measurement; False for an absurd one, which changes nothing.
@@ -42,6 +65,8 @@ class Correction:
         ratio, factor = measured_ns / expected_ns, self.factor
         if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
             ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
+        self.best = min(self.best * _FORGETS, max(ratio, factor))
+        self.mean += _MEAN_WEIGHT * (ratio - self.mean)
         if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:
             self.contradictions = 0
         else:

@@ -12,16 +12,16 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
+from tutti.scheduler.estimates import TURNS_FROM
 from tutti.scheduler.event import LoadKnown, WriteKnown
-from tutti.scheduler.loads_and_writes import Load, PageLocation, Phase, Write
+from tutti.scheduler.loads_and_writes import Load, Phase, Write
 from tutti.scheduler.read_order import ReadOrder, background, fill
+from tutti.scheduler.room import overflow, pressure_of
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 from tutti.scheduler.write_order import first_write, writes_for
 
 #: So many loads are looked at for slack, those that are due first.
 _DUES_MAX = 8
-#: Of what presses: from here on writes get a share.
-_PRESSING_FROM = 0.9
 #: Pages: more than any memory has.
 UNBOUNDED = 1 << 40
 
@@ -46,10 +46,9 @@ class Limits:
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
         device's time and bursts of ``idle_burst_us``.
-    pressure: where pages of writes take up all of locked_pages and staged_pages but what the
-        largest write so far needs, or this part if that is more, all of the device's time is the
-        writes', and from 0.9 of that on a share: what is dropped costs more than a bubble.
-    pressing_pages: instead, waiting pages at which that is so, and from half of them on a share.
+    pressing_pages: waiting pages at which all of the device's time is the writes', and from half of
+        them on a share.  None: that is so when a put that is expected would not fit in time; what
+        is dropped costs more than a bubble.
     probe_us: reads and writes go together once in this time where they otherwise take turns, to
         measure what that costs.
     Raises ConfigError for values out of range.
@@ -67,7 +66,6 @@ class Limits:
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 5_000_000.0
     forced_share: float = 0.125
-    pressure: float = 0.4
     pressing_pages: int | None = None
     probe_us: float = 2_000_000.0
 
@@ -80,9 +78,9 @@ class Limits:
         if min(*windows, self.write_burst_us, self.idle_burst_us) <= 0:
             raise ConfigError("windows, run_us and bursts are above 0")
         if self.pressing_pages is not None and self.pressing_pages < 1:
-            raise ConfigError("pressing_pages counts from 1; None leaves it to pressure")
-        if not (0 < self.forced_share <= 0.5 and 0 < self.pressure <= 1):
-            raise ConfigError("forced_share lies in (0, 0.5] and pressure in (0, 1]")
+            raise ConfigError("pressing_pages counts from 1; None goes by the memory for pages")
+        if not 0 < self.forced_share <= 0.5:
+            raise ConfigError("forced_share lies in (0, 0.5]")
 
 
 class SlackPolicy:
@@ -95,7 +93,8 @@ class SlackPolicy:
       waits or flies, and may wait for long: a store reads them after a time-out all the same.
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go together with reads.
-    * Pressure: the more pages wait, the more of the device's time writes get without slack.
+    * Pressure: writes get device time without slack where an expected put would not fit; see
+      `room.py`.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
@@ -197,18 +196,18 @@ class SlackPolicy:
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool, needed_ns: float
     ) -> Decision:
         """Reads, and writes that are old or too many."""
-        now_ns, pressure = state.now_ns, self._pressure(state)
+        now_ns, pressure = state.now_ns, pressure_of(state, self.limits)
         chance_ns = state.forced_until_ns  # when writes that wait may go without slack
         if pressure <= 0:
             patience_ns = oldest.arrived_ns + self._write_patience_ns
             if patience_ns > chance_ns:
                 chance_ns = patience_ns
-        if chance_ns > now_ns:
+        budget_ns, share = self._forced(state, oldest, pressure)
+        if chance_ns > now_ns and share < 1:
             reads: tuple[Issue, ...] = ()
             if not (turns and state.writing.flying):
                 reads = self._reads(state, chance_ns - now_ns, needed_ns)
             return Decision(reads, (), (), (), (), chance_ns)
-        budget_ns, share = self._forced(state, oldest, pressure)
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
@@ -220,36 +219,16 @@ class SlackPolicy:
 
     def _takes_turns(self, state: State) -> bool:
         is_known = state.now_ns - state.both_measured_ns < self._probe_ns
-        return is_known and state.estimates.interference >= 2
+        return is_known and state.estimates.interference >= TURNS_FROM
 
     def _forced(self, state: State, oldest: Write, pressure: float) -> tuple[int, float]:
         """(device time, share) of writes without slack: because they are old, or too many."""
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
         least = self.limits.forced_share
         if pressure > 0:
-            return max(unit_ns, self._burst_ns), min(1.0, max(pressure, least))
+            share = max(pressure, least) / state.estimates.write.slowed
+            return max(unit_ns, self._burst_ns), min(1.0, share)
         return max(unit_ns, self._idle_burst_ns), least
-
-    def _pressure(self, state: State) -> float:
-        """The share of the device's time that is the writes', since they are too many."""
-        limits = self.limits
-        if limits.pressing_pages is not None:
-            return 2 * state.waiting_pages / limits.pressing_pages - 1
-        most = 0.0
-        for space in state.spaces.values():
-            waits = space.source + space.staged
-            if not waits:
-                continue
-            locked = limits.locked_pages if space.locked_max is None else space.locked_max
-            staged = limits.staged_pages if space.staged_max is None else space.staged_max
-            least = limits.pressure * (locked + staged)  # larger writes are dropped anyway
-            if waits <= _PRESSING_FROM * least:
-                continue
-            pressing = max(least, locked + staged - min(space.largest, max(locked, staged)))
-            if waits > _PRESSING_FROM * pressing:
-                used = waits / pressing if pressing else 1.0
-                most = max(most, (used - _PRESSING_FROM) / (1 - _PRESSING_FROM))
-        return most
 
     def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
         """Writes that take so long, one unit at least; none while the device has enough of them.
@@ -435,51 +414,6 @@ class SlackPolicy:
         ):
             return None
         return Issue(load.name, load.issued, count)
-
-
-def overflow(state: State, limits: Limits) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(copy_outs, drops) that keep the locked pages of every space within its bounds.
-
-    Writes that fit nowhere are dropped.  Of the others the newest go first: they are copied, and
-    dropped only where copies do not help.  Only what was not issued at all can go.  Pages that are
-    being copied count as gone.
-    """
-    copy_outs: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
-    for name, space in state.spaces.items():
-        locked = limits.locked_pages if space.locked_max is None else space.locked_max
-        if space.source <= locked:
-            continue
-        staged = limits.staged_pages if space.staged_max is None else space.staged_max
-        newest = [
-            write
-            for write in reversed(state.writes.values())
-            if write.space == name and write.place is PageLocation.SOURCE and not write.began
-        ]
-        excess, room, longest = space.source - locked, staged - space.staged, max(locked, staged)
-        copied, dropped = _overflow(newest, excess, room, longest)
-        copy_outs += copied
-        drops += dropped
-    return copy_outs, drops
-
-
-def _overflow(
-    newest: list[Write], excess: int, room: int, longest: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of one space: pages too many, and free in staging.  More than ``longest`` fit nowhere."""
-    copy_outs: list[str] = []
-    drops = [write.name for write in newest if write.pages > longest]
-    excess -= sum(write.pages for write in newest if write.pages > longest)
-    for write in newest:
-        if excess > 0 and write.pages <= room:
-            excess -= write.pages
-            room -= write.pages
-            copy_outs.append(write.name)
-    for write in newest:
-        if excess > 0 and write.name not in copy_outs and write.pages <= longest:
-            excess -= write.pages
-            drops.append(write.name)
-    return tuple(copy_outs), tuple(drops)
 
 
 def step_end_ns(state: State) -> float:

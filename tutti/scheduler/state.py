@@ -5,6 +5,7 @@ Only the state changes.  A decision is not frozen because that makes it several 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,7 +112,11 @@ class Space:
     """Memory whose pages are stored: one of SGLang's pools, or all that has no name.
 
     locked_max, staged_max: its limits; None for those of the policy.
-    source, copying, staged: as State has them for all spaces.  largest: pages of a write, so far.
+    source, copying, staged: as State has them for all spaces.
+    pages: of all puts so far.  largest: of a put that was issued.
+    run: how many more pages the last puts had than the drive can write meanwhile; run_max: the most
+    so far.  more_max: the most by which a single put added to it.  put_ns: when the last put came.
+    page_ns: of writing a page, for as long as it takes.
     """
 
     locked_max: int | None = None
@@ -119,7 +124,31 @@ class Space:
     source: int = 0
     copying: int = 0
     staged: int = 0
+    pages: int = 0
     largest: int = 0
+    run: float = 0.0
+    run_max: float = 0.0
+    more_max: float = 0.0
+    put_ns: int = 0
+    page_ns: float = 1.0
+
+    def put(self, now_ns: int, pages: int, page_ns: float) -> None:
+        """One more put.  What may have been too large for any memory counts as the largest."""
+        self.source += pages
+        self.pages += pages
+        counted = pages if pages < self.largest else self.largest
+        more = counted - (now_ns - self.put_ns) / page_ns
+        self.put_ns, self.page_ns = now_ns, page_ns
+        self.run = max(0.0, self.run + more)
+        self.run_max = max(self.run_max, self.run)
+        self.more_max = max(self.more_max, more)
+
+    def puts_ahead(self, now_ns: int) -> int:
+        """How many of the largest may come one after another: one more than were seen."""
+        if self.more_max <= 0:
+            return 1
+        run = max(0.0, self.run - (now_ns - self.put_ns) / self.page_ns)
+        return 1 + math.ceil((self.run_max - run) / self.more_max)
 
 
 class State:
@@ -135,6 +164,7 @@ class State:
     spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
     read_ahead_nbytes: of staging, issued for steps that did not begin.
+    prefill_tokens: of all prefills that ended.
     both_ns: how long both directions were busy, up to ``both_since_ns``.
     """
 
@@ -156,6 +186,7 @@ class State:
         self.waiting_pages = 0
         self.spaces = {"": Space()}
         self.read_ahead_nbytes = 0
+        self.prefill_tokens = 0
         self.reading, self.writing = Pipe(), Pipe()
         self.both_ns = self.both_since_ns = 0
         self.both_measured_ns = 0  # when the interference was last measured

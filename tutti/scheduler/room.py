@@ -1,0 +1,193 @@
+"""Memory for pages that wait to be written: what leaves it, and when writes must make room."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+from tutti.scheduler.loads_and_writes import PageLocation, Phase, Write
+from tutti.scheduler.state import Space, State
+
+#: So many loads, and so many puts that nothing tells of, are looked at.
+_AHEAD_MAX = 8
+#: Of what can be written until a put that nothing tells of: the rest is for surprises.
+_MARGIN = 0.9
+
+
+class MemoryLimits(Protocol):
+    """Of a policy's limits, those of memory; see Limits."""
+
+    @property
+    def locked_pages(self) -> int:
+        """See Limits."""
+
+    @property
+    def staged_pages(self) -> int:
+        """See Limits."""
+
+    @property
+    def pressing_pages(self) -> int | None:
+        """See Limits."""
+
+
+def bounds_of(space: Space, limits: MemoryLimits) -> tuple[int, int]:
+    """Pages that a space may lock, and pages of staging."""
+    return (
+        limits.locked_pages if space.locked_max is None else space.locked_max,
+        limits.staged_pages if space.staged_max is None else space.staged_max,
+    )
+
+
+def pressure_of(state: State, limits: MemoryLimits) -> float:
+    """The share of the device's time that is the writes', lest pages are dropped.
+
+    All of it where an expected put would not fit, though writes had all of the time until then.
+    """
+    if limits.pressing_pages is not None:
+        return 2 * state.waiting_pages / limits.pressing_pages - 1
+    for name, space in state.spaces.items():
+        if not space.source + space.staged:
+            continue
+        locked, staged = bounds_of(space, limits)
+        room, longest = _Room(state, name, space, locked, staged), max(locked, staged)
+        largest = min(longest, max(space.largest, room.largest))
+        for pages, before in _expected(state, space, largest):
+            # A put that fits nowhere is dropped in any case.
+            if 0 < pages <= longest and room.needed_for(pages) > before:
+                return 1.0
+    return 0.0
+
+
+def _expected(state: State, space: Space, largest: int) -> Iterator[tuple[int, float]]:
+    """The next puts: (pages, pages that can be written before it).
+
+    The running step ends with one; the steps of the known loads do; then there may be a run of the
+    largest, one more of them than were seen in a row.
+    """
+    step, layer, before = state.step, state.estimates.layer.factor, 0.0
+    if state.prefill_tokens:
+        pages_per_token = space.pages / state.prefill_tokens
+        if step.phase is Phase.PREFILL:
+            # No time: a step that loads is as long as writes make it.
+            yield math.ceil(step.tokens * pages_per_token), before
+        for load in itertools.islice(state.loads.values(), _AHEAD_MAX):
+            if not load.running:
+                before += load.layers * load.compute_ns * layer / space.page_ns
+                yield math.ceil(load.tokens * pages_per_token), before
+    for _ in range(min(_AHEAD_MAX, space.puts_ahead(state.now_ns))):
+        before += _MARGIN * (largest - space.more_max)
+        yield largest, before
+
+
+class _Waiting:
+    """A put in memory.  left: pages that are not written.  is_fixed: it cannot be copied."""
+
+    __slots__ = ("is_fixed", "is_locked", "left", "pages")
+
+    def __init__(self, pages: int, left: int, is_locked: bool, is_fixed: bool) -> None:
+        self.pages, self.left, self.is_locked, self.is_fixed = pages, left, is_locked, is_fixed
+
+
+class _Room:
+    """Both memories of a space while puts come and the oldest are written; see overflow.
+
+    largest: pages of a put that waits now.
+    """
+
+    def __init__(self, state: State, name: str, space: Space, locked: int, staged: int) -> None:
+        self._locked, self._staged = locked - space.source, staged - space.staged
+        source = PageLocation.SOURCE
+        self._waiting = [
+            _Waiting(one.pages, one.pages - one.written, one.place is source, one.began)
+            for one in state.writes.values()
+            if one.space == name
+        ]
+        self.largest = max((one.pages for one in self._waiting), default=0)
+        self._oldest = self._written = 0
+
+    def needed_for(self, pages: int) -> int:
+        """Pages to write until one more put fits, those for the puts before included."""
+        while not self._take(pages) and self._oldest < len(self._waiting):
+            write = self._waiting[self._oldest]
+            self._oldest += 1
+            self._written += write.left
+            if write.is_locked:
+                self._locked += write.pages
+            else:
+                self._staged += write.pages
+        return self._written
+
+    def _take(self, pages: int) -> bool:
+        put = _Waiting(pages, pages, pages <= self._locked, False)
+        if put.is_locked:
+            self._locked -= pages
+        elif pages <= self._staged:
+            self._staged -= pages
+        elif not self._copies(pages - self._locked):
+            return False
+        else:
+            put.is_locked = True
+            self._locked -= pages
+        self._waiting.append(put)
+        return True
+
+    def _copies(self, excess: int) -> bool:
+        """Copies the newest puts that fit, if that is enough."""
+        staged, copied = self._staged, []
+        for write in reversed(self._waiting[self._oldest :]):
+            if excess > 0 and write.is_locked and not write.is_fixed and write.pages <= staged:
+                staged, excess = staged - write.pages, excess - write.pages
+                copied.append(write)
+        if excess > 0:
+            return False
+        for write in copied:
+            write.is_locked = False
+            self._locked += write.pages
+        self._staged = staged
+        return True
+
+
+def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(copy_outs, drops) that keep the locked pages of every space within its bounds.
+
+    Writes that fit nowhere are dropped.  Of the others the newest go first: they are copied, and
+    dropped only where copies do not help.  Only what was not issued at all can go.  Pages that are
+    being copied count as gone.
+    """
+    copy_outs: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    for name, space in state.spaces.items():
+        locked, staged = bounds_of(space, limits)
+        if space.source <= locked:
+            continue
+        newest = [
+            write
+            for write in reversed(state.writes.values())
+            if write.space == name and write.place is PageLocation.SOURCE and not write.began
+        ]
+        excess, room, longest = space.source - locked, staged - space.staged, max(locked, staged)
+        copied, dropped = _overflow(newest, excess, room, longest)
+        copy_outs += copied
+        drops += dropped
+    return copy_outs, drops
+
+
+def _overflow(
+    newest: list[Write], excess: int, room: int, longest: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of one space: pages too many, and free in staging.  More than ``longest`` fit nowhere."""
+    copy_outs: list[str] = []
+    drops = [write.name for write in newest if write.pages > longest]
+    excess -= sum(write.pages for write in newest if write.pages > longest)
+    for write in newest:
+        if excess > 0 and write.pages <= room:
+            excess -= write.pages
+            room -= write.pages
+            copy_outs.append(write.name)
+    for write in newest:
+        if excess > 0 and write.name not in copy_outs and write.pages <= longest:
+            excess -= write.pages
+            drops.append(write.name)
+    return tuple(copy_outs), tuple(drops)
