@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from tutti.bench.simulate.device import WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import SimulatedDrive, SimulatedMachine
 from tutti.profiles.at_open import store_limits
-from tutti.scheduler.policy import Limits
+from tutti.scheduler.event import SpaceKnown
+from tutti.scheduler.policy import UNBOUNDED, Limits
 
 _STEP_NS = 20_000_000
 
@@ -62,7 +63,8 @@ class Condition:
     """drift, cache_s: see Conditions; the cache in seconds of writing at full speed.
 
     bursts: requests come in groups.  backlog: of the pages that may wait.  opened: the limits are
-    those of a store that `tutti.open` opens with the true profile, as HiCache's.
+    those of a store that `tutti.open` opens with the true profile, as HiCache's.  linker: they are
+    those of SGLang's linker: none for all, and SpaceKnown for its pool.
     """
 
     drift: tuple[float, float] | None = None
@@ -70,6 +72,7 @@ class Condition:
     bursts: bool = False
     backlog: float = 1.0
     opened: bool = False
+    linker: bool = False
 
     def of(self, drive: SimulatedDrive) -> Conditions | None:
         """For a drive; None where it does not change."""
@@ -81,10 +84,18 @@ class Condition:
         """Limits of a run."""
         if self.opened:
             return store_limits(truth, truth.model.page_nbytes)
+        if self.linker:
+            return replace(limits, locked_pages=UNBOUNDED, staged_pages=0)
         locked, staged = (
             round(n * self.backlog) for n in (limits.locked_pages, limits.staged_pages)
         )
         return replace(limits, locked_pages=locked, staged_pages=staged)
+
+    def space(self, limits: Limits) -> SpaceKnown | None:
+        """What the server posts at its start."""
+        if not self.linker:
+            return None
+        return SpaceKnown(0, "kv", limits.locked_pages, limits.staged_pages)
 
 
 CONDITIONS = {
@@ -94,6 +105,7 @@ CONDITIONS = {
     "cache ends": Condition(cache_s=0.1),
     "little memory": Condition(backlog=0.125),
     "as opened": Condition(opened=True),
+    "linker limits": Condition(linker=True),
 }
 
 
@@ -111,6 +123,12 @@ def _parts(**factors: float) -> Callable[[SimulatedMachine], SimulatedMachine]:
     return wrong
 
 
+def _never_corrected(truth: SimulatedMachine) -> SimulatedMachine:
+    return replace(truth, drive=replace(truth.drive, interference=1.2))
+
+
+#: Of PROFILES, those that no measurement corrects.
+UNCORRECTED = ("interference 1.2, never corrected",)
 #: Profiles that are wrong: each part alone, all of them the harmful way, and in no order.
 PROFILES: dict[str, Callable[[SimulatedMachine], SimulatedMachine]] = {
     **{
@@ -120,7 +138,8 @@ PROFILES: dict[str, Callable[[SimulatedMachine], SimulatedMachine]] = {
     },
     **{
         f"all x{factor:g}": _parts(compute=factor, read=1 / factor, write=1 / factor)
-        for factor in (1.3, 2.0, 4.0, 8.0, 16.0)
+        for factor in (1.3, 2.0, 4.0, 8.0, 12.0, 16.0)
     },
     "uneven": _parts(compute=0.5, read=2.0, write=0.25, interference=0.5),
+    UNCORRECTED[0]: _never_corrected,
 }

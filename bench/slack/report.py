@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tutti.base.terminal import table
@@ -31,7 +32,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
                 *(row["condition"], row["drive"], row["gpu"], row["workload"]),
                 *(f"{policies[name]['bubble_s']:.2f}" for name in names),
                 f"{row['gap']:.0%}",
-                "" if closed is None else f"{closed:.0%}",
+                "" if closed is None else f"{closed:.0%}{_spread(row.get('closed_by_seed', ()))}",
                 ", ".join(f"{part:.0%}" for part in row.get("fluid", ())),
                 ", ".join(f"{one['first_token_p99_s']:.2f}" for one in (fixed, slack)),
                 ", ".join(f"{one['stored_pages']:.0f}" for one in (none, slack)),
@@ -49,11 +50,15 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
         notes.insert(0, f"simulated; {runs}")
     for name in result.get("wrong", ()):
-        closed = [row["closed_by_wrong"][name] for row in result["rows"]]
-        known = sorted(part for part in closed if part is not None)
+        parts = [
+            part for row in result["rows"] for part in row.get("wrong_by_seed", {}).get(name, ())
+        ]
+        known = sorted(part for part in parts if part is not None)
         if known:
+            missed = sum(bool(row["missed_by_wrong"][name]) for row in result["rows"])
             notes.append(
-                f"slack with a wrong profile ({name}) closes {known[0]:.0%} to {known[-1]:.0%}"
+                f"slack with a wrong profile ({name}) closes {known[0]:.0%} to {known[-1]:.0%} over"
+                f" all seeds and cells; it misses a bar in {missed} of {len(result['rows'])} cells"
             )
     if result.get("file"):
         notes.append(_file(result["file"]))
@@ -75,6 +80,12 @@ def report(result: dict[str, Any]) -> str:
     """For people."""
     text = table(HEAD, rows_of(result)) if result["rows"] else ""
     return "\n".join([text, *notes_of(result)])
+
+
+def _spread(parts: Sequence[float | None]) -> str:
+    """Of several seeds."""
+    known = [part for part in parts if part is not None]
+    return f" ({min(known):.0%} to {max(known):.0%})" if len(known) > 1 else ""
 
 
 def _cost(found: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.fluid import Fluid
 from tutti.bench.slack.workload import SlackRequest
-from tutti.scheduler.estimates import Estimates
+from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
     Event,
     LayerBegan,
@@ -28,6 +28,7 @@ from tutti.scheduler.event import (
     LoadKnown,
     PagesCopied,
     PagesWritten,
+    SpaceKnown,
     StepBegan,
     StepEnded,
     Tick,
@@ -119,6 +120,14 @@ class _Told(Estimates):
         return self._now()
 
 
+class Uncorrected(Correction):
+    """What measurements do not change."""
+
+    def measured(self, expected_ns: int, measured_ns: int) -> bool:
+        """See Correction."""
+        return True
+
+
 @dataclass
 class _Running:
     """A request that has its first token."""
@@ -173,6 +182,7 @@ class LayeredServer:
         if self._truth is not None and conditions is not None:
             now = partial(_interference_now, conditions, self._timeline)
             self.state.estimates = _Told(profile, now)
+        self._space = ""
         self._reports = StepReports()
         self._wake_ns: int | None = None
         self._ready: dict[str, int] = {}  # layers of a load that arrived
@@ -185,6 +195,7 @@ class LayeredServer:
         self.fluid = Fluid()
         self._last_ns = 0
         self._last_token_ns = 0
+        self._stored_ns = 0  # the last page
         self._issued_nbytes = 0
         if conditions is not None:
             conditions.follow(self._timeline, self._device, lambda: self._is_busy)
@@ -198,6 +209,11 @@ class LayeredServer:
     def _is_busy(self) -> bool:
         return self._left > 0 or bool(self.state.writes)
 
+    def has(self, space: SpaceKnown) -> None:
+        """Says what of its memory may wait to be written, as SGLang's linker does at its start."""
+        self._space = space.name
+        self._post(space)
+
     def run(self) -> Measured:
         """Until every request has its last token and every page is stored or dropped."""
         for number, request in enumerate(self._requests):
@@ -206,7 +222,7 @@ class LayeredServer:
         assert not self._is_busy, "everything ends"
         measured, totals = self.measured, self.state.totals
         measured.wall_s = self._last_ns / 1e9
-        measured.drained_s = max(0, self._last_ns - self._last_token_ns) / 1e9
+        measured.drained_s = max(0, self._stored_ns - self._last_token_ns) / 1e9
         measured.dropped_pages, measured.stored_pages = totals.dropped_pages, totals.written_pages
         measured.forced_pages = totals.forced_pages
         expected_ns = totals.expected_ns
@@ -268,7 +284,8 @@ class LayeredServer:
         self._after_latency(partial(self._written, name, pages))
 
     def _written(self, name: str, pages: int) -> None:
-        self._post(PagesWritten(self._timeline.now_ns, name, pages))
+        self._stored_ns = self._timeline.now_ns
+        self._post(PagesWritten(self._stored_ns, name, pages))
 
     def _layers_arrived(self, name: str, layers: int) -> None:
         self._ready[name] = layers
@@ -360,7 +377,8 @@ class LayeredServer:
         if pages:
             measured.offered_pages += pages
             self.fluid.puts.append((now_ns, pages))
-            self._post(WriteKnown(now_ns, f"w{number}", pages, model.page_nbytes, can_stop=True))
+            name, nbytes = f"w{number}", model.page_nbytes
+            self._post(WriteKnown(now_ns, name, pages, nbytes, 1, self._space, can_stop=True))
         if request.out_tokens > 1:
             context = request.hit_tokens + request.new_tokens
             self._running.append(_Running(request, request.out_tokens - 1, context, now_ns))

@@ -22,9 +22,9 @@ from tutti.base.terminal import progress
 from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
-from tutti.bench.slack.conditions import CONDITIONS
+from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
 from tutti.bench.slack.fluid import Fluid
-from tutti.bench.slack.server import LayeredServer, Noise
+from tutti.bench.slack.server import LayeredServer, Noise, Uncorrected
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, recorded, write_requests
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
@@ -314,15 +314,56 @@ def test_a_cost_is_judged_by_its_interval_and_a_control(
 
 
 def test_a_gap_that_is_too_small_is_not_judged() -> None:
-    numbers = {"bubble_s": 1.0, "first_token_p99_s": 1.0, "stored_pages": 1.0}
+    numbers = {
+        "bubble_s": 1.0,
+        "first_token_p99_s": 1.0,
+        "stored_pages": 1.0,
+        "drained_s": 0.0,
+    }
     same = dict.fromkeys(("none", "fixed", "slack", "oracle", "bound"), numbers)
     assert slack.gap_closed(same, "slack") == (0.0, None)
-    assert set(slack.bars_of(same, "drift")) == {*slack.BARS[1:]}
+    assert set(slack.bars_of(same, "drift")) == {*slack.BARS[2:]}
     wide = {**same, "bound": {**numbers, "bubble_s": 0.5}, "slack": {**numbers, "bubble_s": 0.8}}
     assert slack.gap_closed(wide, "slack") == (0.5, pytest.approx(0.4))
     bars = slack.bars_of(wide, "steady")
     assert not bars["at least half of the gap"]
     assert slack_report.counts({"rows": [{"bars": bars}]})["at least half of the gap"] == "0 of 1"
+    near = {**wide, "slack": {**numbers, "bubble_s": 0.6}}
+    assert all(slack.bars_of(near, "steady").values())
+    # What it leaves for later counts, and no page is dropped for a bar.
+    near["slack"]["drained_s"] = 0.2
+    assert not slack.bars_of(near, "steady")["at least half of the gap, drain counted"]
+    near["slack"].update(drained_s=0.0, stored_pages=0.9)
+    assert not any(slack.bars_of(near, "steady").values())
+
+
+@pytest.mark.parametrize("name", ["slack", "none"])
+def test_a_server_with_the_limits_of_the_linker_is_decided_by_what_it_says_of_its_memory(
+    name: str,
+) -> None:
+    """The limits of all are none; without those of the space nothing would be copied or dropped."""
+    truth, limits = machine("D5-P5336", "H100"), Limits(locked_pages=32, staged_pages=32)
+    condition = CONDITIONS["linker limits"]
+    space = condition.space(limits)
+    assert space is not None
+    requests = generate("documents", truth, 20, 1)
+    policy, profile = slack.policy_of(name, truth, condition.limits(limits, truth))
+    server = LayeredServer(truth, requests, policy, profile, noise=Noise(), seed=1)
+    server.has(space)
+    found = slack.numbers(server.run())
+    assert server.state.totals.ignored == 0
+    assert found == run_once(name, truth, requests, limits, 1)
+    assert found["dropped_pages"] > 0
+
+
+def test_an_interference_that_is_never_corrected_stays() -> None:
+    truth = machine("D5-P5336", "H100")
+    requests = generate("agents", truth, 20, 1)
+    believed = PROFILES[UNCORRECTED[0]](truth)
+    server = LayeredServer(truth, requests, SlackPolicy(LIMITS), believed, noise=Noise(), seed=1)
+    server.state.estimates.both = Uncorrected()
+    server.run()
+    assert server.state.estimates.interference == 1.2 < truth.interference
 
 
 def test_all_parameters_have_a_source() -> None:

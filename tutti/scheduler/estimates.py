@@ -38,8 +38,8 @@ class Correction:
 
     factor: float = 1.0
     contradictions: int = 0
-    best: float = 1.0
-    mean: float = 1.0
+    best: float = 0.0  # nothing was measured
+    mean: float = 0.0
 
     @property
     def slowed(self) -> float:
@@ -47,7 +47,7 @@ class Correction:
 
         So a drive whose fast cache has ended writes more in a part of the time than in all of it.
         """
-        return max(1.0, self.mean / self.best / _NOISE)
+        return max(1.0, self.mean / self.best / _NOISE) if self.best else 1.0
 
     @property
     def sustained(self) -> float:
@@ -65,6 +65,8 @@ class Correction:
         ratio, factor = measured_ns / expected_ns, self.factor
         if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
             ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
+        if not self.best:
+            self.best = self.mean = ratio
         self.best = min(self.best * _FORGETS, max(ratio, factor))
         self.mean += _MEAN_WEIGHT * (ratio - self.mean)
         if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:

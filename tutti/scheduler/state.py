@@ -13,6 +13,10 @@ from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
 
+#: By each put: a drive that hung once, or a profile that was wrong, is not believed for ever.
+_FORGETS = 0.995
+
+
 @dataclass(slots=True)
 class Issue:
     """Start ``count`` parts of a load or a write from ``first`` on: layers, or pages."""
@@ -115,7 +119,7 @@ class Space:
     source, copying, staged: as State has them for all spaces.
     pages: of all puts so far.  largest: of a put that was issued.
     run: how many more pages the last puts had than the drive can write meanwhile; run_max: the most
-    so far.  more_max: the most by which a single put added to it.  put_ns: when the last put came.
+    so far.  more_max: the most by which a single put added to it.  Both slowly forget.  put_ns: when the last put came.
     page_ns: of writing a page, for as long as it takes.
     """
 
@@ -140,8 +144,8 @@ class Space:
         more = counted - (now_ns - self.put_ns) / page_ns
         self.put_ns, self.page_ns = now_ns, page_ns
         self.run = max(0.0, self.run + more)
-        self.run_max = max(self.run_max, self.run)
-        self.more_max = max(self.more_max, more)
+        self.run_max = max(self.run_max * _FORGETS, self.run)
+        self.more_max = max(self.more_max * _FORGETS, more)
 
     def puts_ahead(self, now_ns: int) -> int:
         """How many of the largest may come one after another: one more than were seen."""
