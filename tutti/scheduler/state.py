@@ -12,7 +12,6 @@ from typing import Protocol
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
-
 #: By each put: a drive that hung once, or a profile that was wrong, is not believed for ever.
 _FORGETS = 0.995
 
@@ -119,8 +118,8 @@ class Space:
     source, copying, staged: as State has them for all spaces.
     pages: of all puts so far.  largest: of a put that was issued.
     run: how many more pages the last puts had than the drive can write meanwhile; run_max: the most
-    so far.  more_max: the most by which a single put added to it.  Both slowly forget.  put_ns: when the last put came.
-    page_ns: of writing a page, for as long as it takes.
+    so far.  more_max: the most by which a single put added to it.  Both slowly forget.
+    put_ns: when the last put came.  page_ns: of writing a page, for as long as it takes.
     """
 
     locked_max: int | None = None
