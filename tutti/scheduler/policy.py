@@ -226,8 +226,9 @@ class SlackPolicy:
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
         least = self.limits.forced_share
         if pressure > 0:
-            share = max(pressure, least) / state.estimates.write.slowed
-            return max(unit_ns, self._burst_ns), min(1.0, share)
+            share = min(1.0, max(pressure, least) / state.estimates.write.slowed)
+            burst_ns = self._burst_ns if share < 1 else self._idle_burst_ns  # no read goes between
+            return max(unit_ns, burst_ns), share
         return max(unit_ns, self._idle_burst_ns), least
 
     def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:

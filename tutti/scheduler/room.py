@@ -52,7 +52,7 @@ def pressure_of(state: State, limits: MemoryLimits) -> float:
             continue
         locked, staged = bounds_of(space, limits)
         room, longest = _Room(state, name, space, locked, staged), max(locked, staged)
-        largest = min(longest, max(space.largest, room.largest))
+        largest = min(longest, space.largest or room.largest())
         for pages, before in _expected(state, space, largest):
             # A put that fits nowhere is dropped in any case.
             if 0 < pages <= longest and room.needed_for(pages) > before:
@@ -91,24 +91,27 @@ class _Waiting:
 
 
 class _Room:
-    """Both memories of a space while puts come and the oldest are written; see overflow.
-
-    largest: pages of a put that waits now.
-    """
+    """Both memories of a space while puts come and the oldest are written; see overflow."""
 
     def __init__(self, state: State, name: str, space: Space, locked: int, staged: int) -> None:
+        self._state, self._name = state, name
         self._locked, self._staged = locked - space.source, staged - space.staged
-        source = PageLocation.SOURCE
-        self._waiting = [
-            _Waiting(one.pages, one.pages - one.written, one.place is source, one.began)
-            for one in state.writes.values()
-            if one.space == name
-        ]
-        self.largest = max((one.pages for one in self._waiting), default=0)
+        self._came: list[_Waiting] = []
+        self._waiting: list[_Waiting] | None = None  # listed once a put does not fit
         self._oldest = self._written = 0
+
+    def largest(self) -> int:
+        """Pages of a put that waits now."""
+        writes = self._state.writes.values()
+        return max((one.pages for one in writes if one.space == self._name), default=0)
 
     def needed_for(self, pages: int) -> int:
         """Pages to write until one more put fits, those for the puts before included."""
+        if pages <= self._locked or pages <= self._staged:
+            self._take(pages)
+            return self._written
+        if self._waiting is None:
+            self._waiting = [*self._listed(), *self._came]
         while not self._take(pages) and self._oldest < len(self._waiting):
             write = self._waiting[self._oldest]
             self._oldest += 1
@@ -119,24 +122,32 @@ class _Room:
                 self._staged += write.pages
         return self._written
 
+    def _listed(self) -> list[_Waiting]:
+        source = PageLocation.SOURCE
+        return [
+            _Waiting(one.pages, one.pages - one.written, one.place is source, one.began)
+            for one in self._state.writes.values()
+            if one.space == self._name
+        ]
+
     def _take(self, pages: int) -> bool:
-        put = _Waiting(pages, pages, pages <= self._locked, False)
-        if put.is_locked:
+        is_locked = pages <= self._locked
+        if not is_locked and pages > self._staged:
+            if not self._copies(pages - self._locked):
+                return False
+            is_locked = True
+        if is_locked:
             self._locked -= pages
-        elif pages <= self._staged:
-            self._staged -= pages
-        elif not self._copies(pages - self._locked):
-            return False
         else:
-            put.is_locked = True
-            self._locked -= pages
-        self._waiting.append(put)
+            self._staged -= pages
+        queue = self._came if self._waiting is None else self._waiting
+        queue.append(_Waiting(pages, pages, is_locked, False))
         return True
 
     def _copies(self, excess: int) -> bool:
         """Copies the newest puts that fit, if that is enough."""
         staged, copied = self._staged, []
-        for write in reversed(self._waiting[self._oldest :]):
+        for write in reversed((self._waiting or [])[self._oldest :]):
             if excess > 0 and write.is_locked and not write.is_fixed and write.pages <= staged:
                 staged, excess = staged - write.pages, excess - write.pages
                 copied.append(write)
