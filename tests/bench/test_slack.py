@@ -204,6 +204,11 @@ def test_the_result_has_every_cell() -> None:
     assert set(result["rows"][0]["policies"]) == set(slack.POLICIES)
     cold, agents = (row["fluid"] for row in result["rows"])
     assert cold == [] and agents == sorted(agents, reverse=True)
+    row = result["rows"][1]
+    assert row["closed_by_seed"] == [row["closed"]]
+    assert "50% (25% to 75%)" in str(
+        slack_report.rows_of({"rows": [{**row, "closed": 0.5, "closed_by_seed": [0.75, 0.25]}]})
+    )
     assert "simulated" in slack.report(result)
     assert slack_report.counts(result)["stores as much as none"] == "2 of 2"
 
