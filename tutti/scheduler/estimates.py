@@ -128,6 +128,11 @@ class Estimates:
         """A write alone on the device."""
         return self._base_ns("write", nbytes, 1)
 
+    def sustained_ns(self, write_ns: int) -> float:
+        """Of a page, by the profile ``write_ns``, where writes have all time that helps them."""
+        together = self.interference if self.interference < TURNS_FROM else 1.0
+        return max(1.0, write_ns * self.write.sustained * together)
+
     def layer_ns(self, tokens: int, prefix_tokens: int) -> int:
         """As layer_base_ns, corrected."""
         return round(self.layer_base_ns(tokens, prefix_tokens) * self.layer.factor)

@@ -73,7 +73,7 @@ def _expected(state: State, space: Space, largest: int) -> Iterator[tuple[int, f
             # No time: a step that loads is as long as writes make it.
             yield math.ceil(step.tokens * pages_per_token), before
         for load in itertools.islice(state.loads.values(), _AHEAD_MAX):
-            if not load.running:
+            if not (load.running or load.background):
                 before += load.layers * load.compute_ns * layer / space.page_ns
                 yield math.ceil(load.tokens * pages_per_token), before
     for _ in range(min(_AHEAD_MAX, space.puts_ahead(state.now_ns))):

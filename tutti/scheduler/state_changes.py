@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tutti.scheduler.estimates import TURNS_FROM
 from tutti.scheduler.event import (
     BatchJoined,
     Event,
@@ -167,8 +166,7 @@ def _issue_write(state: State, issue: Issue, forced: bool) -> int:
     write.issued += issue.count
     write.began = True
     space = state.spaces[write.space]
-    if write.pages > space.largest:
-        space.largest = write.pages
+    space.largest = max(space.largest, write.pages)
     if write.can_stop and not (state.running or state.unread):
         state.running_on[write.name] = write
     if write.arrived_ns < state.now_ns:
@@ -320,19 +318,12 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.can_stop,
     )
     state.numbers += 1
-    space = state.spaces[write.space]
-    space.put(state.now_ns, write.pages, _sustained_ns(state, write))
+    page_ns = state.estimates.sustained_ns(write.write_ns)
+    state.spaces[write.space].put(state.now_ns, write.pages, page_ns)
     state.unwritten[event.name] = write
     state.waiting_pages += write.pages
     if event.at_once:
         _issue_write(state, Issue(event.name, 0, event.pages), forced=False)
-
-
-def _sustained_ns(state: State, write: Write) -> float:
-    """Of a page, where writes have all of the time that helps them."""
-    estimates = state.estimates
-    together = estimates.interference if estimates.interference < TURNS_FROM else 1.0
-    return max(1.0, write.write_ns * estimates.write.sustained * together)
 
 
 def _pages_written(state: State, event: PagesWritten) -> None:
@@ -478,8 +469,7 @@ def _layers_computed(state: State, layers: int, waited_ns: int) -> None:
 
 def _step_ended(state: State, event: StepEnded) -> None:
     step = state.step
-    if step.phase is Phase.PREFILL:
-        state.prefill_tokens += step.tokens
+    state.prefill_tokens += step.tokens if step.phase is Phase.PREFILL else 0
     if step.phase is Phase.DECODE:
         measured(state, state.estimates.decode, step.expected_ns, state.now_ns - step.began_ns)
     elif step.phase is Phase.PREFILL and step.layer:
