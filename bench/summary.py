@@ -210,6 +210,7 @@ def _peers(result: dict[str, Any]) -> str:
         size = format_nbytes(cell["page_nbytes"])
         lines += [f"{title}, {size} each, host pool {result['layout']}:", ""]
         lines += [*_markdown(peers.HEAD, peers.rows_of(cell)), ""]
+        lines += [line for note in peers.notes_of(cell) for line in (f"* {note}", "")]
     lines += [f"Skipped: {name} ({why})." for name, why in result["skipped"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, f"Versions: {versions}."])

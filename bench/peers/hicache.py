@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,8 +19,11 @@ from typing import Any
 from tutti.bench.peers.peer import BATCH_PAGES, HEAD_DIM, HEADS, LAYERS, Peer, PeerPlan
 from tutti.errors import ChecksumMismatch, MediumError
 from tutti.gio_uring.memory import address_of
+from tutti.integration.sglang.host.host_pools import COLLAPSING
 
 _MARK_NBYTES = 16
+#: A collapse tries again what the kernel refused, at last after minutes.
+COLLAPSE_S = 60.0
 
 
 def missing(backend: str) -> str:
@@ -49,8 +53,11 @@ class HiCachePeer(Peer):
         self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
 
     def open(self) -> None:
-        """Attaches the backend."""
+        """Attaches the backend, and waits until it has moved its memory onto large pages."""
         self._attach()
+        for thread in threading.enumerate():
+            if thread.name == COLLAPSING:
+                thread.join(COLLAPSE_S)
 
     def close(self) -> None:
         """Detaches the backend."""
@@ -135,8 +142,6 @@ def _publish_settings() -> None:
 
 
 def _controller(plan: PeerPlan) -> tuple[Any, Any]:
-    import threading
-
     import torch
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator

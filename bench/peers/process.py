@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.bench.peers.hicache import HiCachePeer
+from tutti.bench.peers.hicache import COLLAPSE_S, HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
@@ -89,7 +89,11 @@ class PeerProcess:
         self._plan = plan
         self._directory = Path(plan.directory)
         if plan.host_pages in ("advise", "collapse"):
-            advise_hugepages([peer.memory()], plan.host_pages, threading.Event())
+            stop = threading.Event()
+            timer = threading.Timer(COLLAPSE_S, stop.set)
+            timer.start()
+            advise_hugepages([peer.memory()], plan.host_pages, stop)
+            timer.cancel()
         self._base_nbytes = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
         peer.open()

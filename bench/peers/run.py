@@ -22,9 +22,10 @@ from typing import Any
 from tutti.base.terminal import Advance, ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
-from tutti.bench.fio import FioJob, prepare_file, run_fio
+from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
+from tutti.bench.peers.fio_peers import BOUNDS, FIO, FioPeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
@@ -37,7 +38,7 @@ LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 PHASES = ("store", "load")
 _BASE = "hicache-tutti"
 _TIMEOUT_S = 300.0
-_FIO_BLOCK_NBYTES = MiB
+_LOAD_BAR = 1.05  # times the best peer's loads
 _EXISTS_PAGES = 1024
 
 
@@ -111,10 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         nargs="+",
-        choices=[*PEERS, "fio"],
+        choices=[*PEERS, *FIO],
         default=[*PEERS, "fio"],
         metavar="PEER",
-        help=f"what to compare: {', '.join(PEERS)}, fio (default: all)",
+        help=f"what to compare: {', '.join([*PEERS, *FIO])} (default: all but fio on hugepages)",
     )
     parser.add_argument(
         "--page-tokens",
@@ -143,6 +144,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way",
     )
     parser.add_argument("--batches", type=int, default=2, help="batches that a peer keeps stored")
+    parser.add_argument(
+        "--allow-sysctl",
+        action="store_true",
+        help="reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
+    )
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     skipped = {
         name: why
         for name in args.peers
-        if (why := _missing(name))  # named, so that it is not taken for a result
+        if (why := _missing(name, args))  # named, so that it is not taken for a result
     }
     names = [name for name in args.peers if name not in skipped]
     if not names:
@@ -176,9 +182,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
-def _missing(name: str) -> str:
-    if name == "fio":
-        return "" if shutil.which("fio") else "fio is not installed"
+def _missing(name: str, args: argparse.Namespace) -> str:
+    if name in FIO:
+        plan = PeerPlan("", max(args.page_tokens), args.layout, args.batches)
+        return fio_peers.missing(name, plan, allow_sysctl=args.allow_sysctl)
     if PEERS[name] == "lmcache":
         return peer_lmcache.missing()
     return peer_hicache.missing(PEERS[name]) if PEERS[name] else ""
@@ -198,24 +205,32 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class _Measured:
-    """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds."""
+    """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
+    of each launch, what its memory lay on in the end.
+    """
 
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     base: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     exists: list[dict[str, Any]] = field(default_factory=list)
-    pages: dict[str, Any] | None = None
+    pages: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Worker:
     """One peer at work in a folder of its own, which goes with it."""
 
-    def __init__(self, name: str, plan: PeerPlan, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, name: str, plan: PeerPlan, folder: Path, stack: ExitStack, *, allow_sysctl: bool
+    ) -> None:
         self.name, self._batches, self._next = name, plan.batches, 0
         directory = folder / name
         directory.mkdir()
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         own = replace(plan, directory=str(directory))
-        self._asker: Any = _Fio(own) if name == "fio" else PeerClient(name, own)
+        self._asker: Any = (
+            FioPeer(name, own, stack, allow_sysctl=allow_sysctl)
+            if name in FIO
+            else PeerClient(name, own)
+        )
         stack.callback(self._asker.end)
 
     def round(self) -> dict[str, Sample]:
@@ -228,11 +243,11 @@ class _Worker:
 
     def look_up(self, times: int, found: _Measured) -> None:
         """Asks for a long prompt, made up of the stored batches over and over; and the pages."""
-        if self.name == "fio":
+        if self.name in FIO:
             return
         kept = [self._next - 1 - i % self._batches for i in range(_EXISTS_PAGES // BATCH_PAGES)]
         found.exists += [self._asker.ask("exists", *kept) for _ in range(times)]
-        found.pages = self._asker.ask("pages")
+        found.pages.append(self._asker.ask("pages"))
 
 
 def _measure(
@@ -251,7 +266,7 @@ def _measure(
         for number in range(args.launches):
             with tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir) as folder:
                 ordered = others if number % 2 == 0 else others[::-1]
-                _launch(args.rounds, replace(plan, directory=folder), ordered, found, bar)
+                _launch(args, replace(plan, directory=folder), ordered, found, bar)
     return _cell(found, plan, args.rounds)
 
 
@@ -261,12 +276,18 @@ def _warming(plan: PeerPlan) -> int:
 
 
 def _launch(
-    rounds: int, plan: PeerPlan, others: list[str], found: dict[str, _Measured], bar: Advance
+    args: argparse.Namespace,
+    plan: PeerPlan,
+    others: list[str],
+    found: dict[str, _Measured],
+    bar: Advance,
 ) -> None:
     """Starts every peer once, and measures it."""
+    rounds = args.rounds
 
     def start(name: str, stack: ExitStack) -> _Worker:
-        worker = _Worker(name, plan, Path(plan.directory), stack)
+        folder = Path(plan.directory)
+        worker = _Worker(name, plan, folder, stack, allow_sysctl=args.allow_sysctl)
         for _ in range(_warming(plan)):
             worker.round()
             bar.advance(1)
@@ -297,31 +318,6 @@ def _rounds(count: int, workers: list[_Worker], found: dict[str, _Measured]) -> 
                 found[name].samples[phase].append(samples[phase])
                 if _BASE in seen:
                     found[name].base[phase].append(seen[_BASE][phase])
-
-
-class _Fio:
-    """fio, asked like a peer: blocks of 1 MiB, direct, ordinary pages."""
-
-    def __init__(self, plan: PeerPlan) -> None:
-        self._plan = plan
-        self._path = str(Path(plan.directory) / "fio.data")
-        prepare_file(self._path, plan.batches * plan.batch_nbytes)
-
-    def ask(self, command: str, *batches: int) -> dict[str, Any]:
-        nbytes = self._plan.batch_nbytes
-        direction = "write" if command == "store" else "read"
-        done = run_fio(
-            FioJob(self._path, direction, _FIO_BLOCK_NBYTES, self._plan.batches * nbytes, nbytes)
-        )
-        return {
-            "wall_s": done.wall_s,
-            "cpu_s": done.cpu_s,
-            "nbytes": done.nbytes,
-            "extra_memory_nbytes": 0,
-        }
-
-    def end(self) -> None:
-        Path(self._path).unlink(missing_ok=True)
 
 
 def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int) -> dict[str, Any]:
@@ -374,6 +370,7 @@ def report(result: dict[str, Any]) -> str:
     for title, cell in result["cells"].items():
         parts.append(f"{title}, {format_nbytes(cell['page_nbytes'])} each, {result['layout']}")
         parts.append(table(HEAD, rows_of(cell)))
+        parts += notes_of(cell)
     parts += [f"skipped: {name} ({why})" for name, why in result["skipped"].items()]
     return "\n".join(parts)
 
@@ -392,7 +389,7 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
         for phase in PHASES:
             found = facts[phase]
             exists = facts.get("exists") if phase == "load" else None
-            pages = facts.get("host_pages") if phase == "load" else None
+            pages = _pages_of_launches(facts) if phase == "load" else []
             rows.append(
                 [
                     name,
@@ -405,7 +402,33 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
                     " ".join(f"{r:.2f}" for r in found.get("base_over_this_speed_of_launches", ())),
                     interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
                     f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
-                    f"{pages['hugepage_nbytes'] / pages['nbytes']:.0%}" if pages else "",
+                    " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in pages),
                 ]
             )
     return rows
+
+
+def _pages_of_launches(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results before there was a list have the last launch's alone."""
+    pages = facts.get("host_pages") or []
+    return [pages] if isinstance(pages, dict) else pages
+
+
+def notes_of(cell: dict[str, Any]) -> list[str]:
+    """Whether the drive has room for loads that are faster by the bar than the best peer's."""
+    over = {
+        name: facts["load"]["base_over_this_speed"]["median"]
+        for name, facts in cell["peers"].items()
+        if "base_over_this_speed" in facts["load"]
+    }
+    bounds = [over[name] for name in BOUNDS if name in over]
+    peers = [over[name] for name in over if name not in FIO and not name.startswith(_BASE)]
+    if not bounds or not peers:
+        return []
+    fio, best = min(bounds), min(peers)
+    needed = _LOAD_BAR * fio / best
+    return [
+        f"loads of {_BASE}: {fio:.2f} of the faster fio on hugepages in the same rounds, the best"
+        f" other backend's {fio / best:.2f}; {_LOAD_BAR} times the best would be {needed:.2f} of"
+        f" that fio{', more than the drive gives' if needed > 1 else ''}"
+    ]

@@ -22,6 +22,7 @@ from tutti.integration.sglang import adapter
 from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.integration.sglang.host.flat_pages import FlatPages
 from tutti.integration.sglang.host.host_pools import (
+    COLLAPSING,
     PageFragments,
     advise_hugepages,
     host_pool_of,
@@ -365,7 +366,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             sizes = format_nbytes(huge), format_nbytes(sum(nbytes for _, nbytes in buffers))
             _log.info("Tutti: %s of %s of the host pool on hugepages", *sizes)
 
-        threading.Thread(target=work, name="tutti-hugepages", daemon=True).start()
+        threading.Thread(target=work, name=COLLAPSING, daemon=True).start()
 
     def _flat_pages(self) -> FlatPages | None:
         store = self._stores.get(KV)

@@ -6,7 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,21 @@ from typing import Any
 import pytest
 
 from tutti.base.terminal import progress
+from tutti.base.units import MiB
+from tutti.bench.fio import FioJob, FioResult
+from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers import run as peers
+from tutti.bench.peers.hicache import HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, make_peer
 from tutti.bench.summary import render
-from tutti.errors import ChecksumMismatch, ConfigError, MediumError
+from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
+from tutti.integration.sglang.host.host_pools import COLLAPSING
 
 TOKENS, BATCHES = 1, 2  # pages of 128 KiB, batches of 16 MiB
 
@@ -69,11 +76,65 @@ def test_all_peers_get_the_same_large_pages(tmp_path: Path, how: str) -> None:
     result = peers.run(arguments(tmp_path, *words), progress)
     assert result["host_pages"] == how
     (cell,) = result["cells"].values()
-    got = [facts["host_pages"] for facts in cell["peers"].values()]
+    got = [pages for facts in cell["peers"].values() for pages in facts["host_pages"]]
     shares = [pages["hugepage_nbytes"] / pages["nbytes"] for pages in got]
     if probe_memory().collapses:
         assert min(shares) > 0
     assert f" {shares[0]:.0%}" in peers.report(result)
+
+
+def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[FioJob] = []
+
+    def run_fio(job: FioJob) -> FioResult:
+        jobs.append(job)
+        return FioResult(job.io_nbytes, 1e-9, 0.5, "fio-none")  # faster than anything
+
+    monkeypatch.setattr(peers, "_BASE", "store")
+    monkeypatch.setattr(fio_peers, "run_fio", run_fio)
+    monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
+    monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
+    monkeypatch.setattr(fio_peers, "reserved_hugepages", lambda *_, **__: nullcontext())
+    words = ["--peers", "store", "file-per-page", *fio_peers.BOUNDS, "--launches", "2"]
+    result = peers.run(arguments(tmp_path, *words), progress)
+    (cell,) = result["cells"].values()
+    shapes = {(job.block_nbytes, job.iodepth, job.hugepages) for job in jobs}
+    assert shapes == {(MiB, 32, True), (cell["page_nbytes"], 4, True)}
+    assert [len(cell["peers"][name]["host_pages"]) for name in ("store", "file-per-page")] == [2, 2]
+    (note,) = peers.notes_of(cell)
+    assert "0.00 of the faster fio on hugepages" in note and "the drive gives" not in note
+    assert note in peers.report(result)
+    for facts in cell["peers"].values():
+        if "base_over_this_speed" in facts["load"]:
+            facts["load"]["base_over_this_speed"]["median"] = 1.0
+    assert "would be 1.05 of that fio, more than the drive gives" in peers.notes_of(cell)[0]
+
+
+def test_fio_without_hugepages_is_skipped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
+
+    def refuse(*_: Any, allow_sysctl: bool) -> Any:
+        raise Unsupported(f"no hugepages, {allow_sysctl}")
+
+    monkeypatch.setattr(fio_peers, "reserved_hugepages", refuse)
+    args = arguments(tmp_path, "--peers", "fio-hugepages", "--allow-sysctl")
+    with pytest.raises(ConfigError, match=r"fio-hugepages.*no hugepages, True"):
+        peers.run(args, progress)
+
+
+def test_a_peer_is_measured_once_its_memory_was_collapsed(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def collapse() -> None:
+        time.sleep(0.1)
+        done.set()
+
+    peer = object.__new__(HiCachePeer)
+    peer._attach = threading.Thread(target=collapse, name=COLLAPSING, daemon=True).start
+    peer.open()
+    assert done.is_set()
 
 
 def test_sglangs_memory_is_asked_for_by_its_own_setting(

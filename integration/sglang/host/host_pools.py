@@ -26,6 +26,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # include/uapi/asm-generic/mman-common.h
 _HUGEPAGE_NBYTES = 2 << 20
+COLLAPSING = "tutti-hugepages"  # the thread of HiCache's storage that collapses a pool
 _COLLAPSE_STEP_NBYTES = 64 << 20
 #: Before each round.  A round ends after so many failures in a row: each of them compacts memory.
 _COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)

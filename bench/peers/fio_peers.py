@@ -1,0 +1,95 @@
+"""fio in place of a peer: what the drive gives in the same rounds.
+
+On hugepages it bounds what peers on large pages can reach, with many blocks in flight and with four
+blocks as large as a page, as four threads have them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.base.units import MiB
+from tutti.bench.fio import (
+    IODEPTH,
+    FioJob,
+    hugepages_of,
+    prepare_file,
+    reserved_hugepages,
+    run_fio,
+)
+from tutti.bench.peers.peer import PeerPlan
+from tutti.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """block_nbytes: None for blocks as large as a page."""
+
+    block_nbytes: int | None
+    iodepth: int
+    hugepages: bool
+
+    def job(self, path: str, plan: PeerPlan, direction: str) -> FioJob:
+        """A batch of bytes from or to a file as large as all batches."""
+        block_nbytes, nbytes = self.block_nbytes or plan.page_nbytes, plan.batch_nbytes
+        return FioJob(
+            *(path, direction, block_nbytes, plan.batches * nbytes, nbytes),
+            hugepages=self.hugepages,
+            iodepth=self.iodepth,
+        )
+
+
+FIO = {
+    "fio": _Kind(MiB, IODEPTH, hugepages=False),
+    "fio-hugepages": _Kind(MiB, IODEPTH, hugepages=True),
+    "fio-hugepages-4-pages": _Kind(None, 4, hugepages=True),
+}
+#: What the drive gives to peers on large pages.
+BOUNDS = tuple(name for name, kind in FIO.items() if kind.hugepages)
+
+
+def missing(name: str, plan: PeerPlan, *, allow_sysctl: bool) -> str:
+    """Why it cannot run here; empty when it can."""
+    if shutil.which("fio") is None:
+        return "fio is not installed"
+    try:
+        with ExitStack() as stack:
+            _reserve(name, plan, stack, allow_sysctl=allow_sysctl)
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+class FioPeer:
+    """Asked like the process of a peer; its reserved hugepages go with the stack."""
+
+    def __init__(self, name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
+        self._kind, self._plan = FIO[name], plan
+        self._path = str(Path(plan.directory) / "fio.data")
+        _reserve(name, plan, stack, allow_sysctl=allow_sysctl)
+        prepare_file(self._path, plan.batches * plan.batch_nbytes)
+
+    def ask(self, command: str, *_: int) -> dict[str, Any]:
+        """A batch of bytes, written or read."""
+        direction = "write" if command == "store" else "read"
+        done = run_fio(self._kind.job(self._path, self._plan, direction))
+        return {
+            "wall_s": done.wall_s,
+            "cpu_s": done.cpu_s,
+            "nbytes": done.nbytes,
+            "extra_memory_nbytes": 0,
+        }
+
+    def end(self) -> None:
+        """Removes its file."""
+        Path(self._path).unlink(missing_ok=True)
+
+
+def _reserve(name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
+    if FIO[name].hugepages:
+        count = hugepages_of(FIO[name].job("", plan, "read"))
+        stack.enter_context(reserved_hugepages(count, allow_sysctl=allow_sysctl))
