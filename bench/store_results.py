@@ -71,7 +71,7 @@ STEPS = (
     Result("peers-collapse", f"{_SAME_PAGES} --host-pages collapse", 1500, prints=True,
          sglang=True),
     _compare("bandwidth-fio", 480, "--seconds 1"),
-    _compare("files", 300, "--size 2GiB --seconds 1 --only direct"),
+    _compare("files", 600, "--size 2GiB --seconds 1 --only direct"),
     _compare("layerwise-fio", 420, "--seconds 1"),
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"

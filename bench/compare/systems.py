@@ -109,6 +109,7 @@ def pool_system(
             "backing": workload.backing,
             "engine_memory_nbytes": workload.memory.nbytes,
             "verify": workload.store.config.verify,
+            "scheduled": workload.store.config.schedule is not None,
             **medium_facts(workload.store),
             **{key: result[key] for key in names},
         }
@@ -143,11 +144,11 @@ def fio_system(job: FioJob) -> ComparedSystem:
 
 @contextmanager
 def file_systems(
-    directory: Path, plan: PoolPlan, *, direct: bool, nbytes: int
+    directory: Path, plan: PoolPlan, *, direct: bool, hugepages: bool, nbytes: int
 ) -> Iterator[dict[str, ComparedSystem]]:
-    """A file per object on ordinary pages, filled: rounds of "store" and of "retrieve"."""
+    """A file per object, filled: rounds of "store" and of "retrieve"."""
     pages = plan.inflight * plan.batch_pages
-    memory = HostMemory.allocate(plan.shape.layout(), pages, hugepages=False)
+    memory = HostMemory.allocate(plan.shape.layout(), pages, hugepages=hugepages)
     objects = plan.capacity_nbytes // plan.shape.object_nbytes
     name = "files, direct" if direct else "files, buffered"
     with ExitStack() as stack:
@@ -160,6 +161,7 @@ def file_systems(
             def run() -> Round:
                 result = phase(limit)
                 facts = {"backing": memory.owner.backing, "nbytes": result["nbytes"]}
+                facts["engine_memory_nbytes"] = memory.nbytes
                 return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
 
             return run
