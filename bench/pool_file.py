@@ -18,7 +18,6 @@ from tutti.medium.layout import KVLayout
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import make_blank
-from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -112,8 +111,8 @@ def temporary_pool(
 ) -> Iterator[ObjectStore]:
     """Formats a pool, opens it, and at the end removes its files or erases its devices.
 
-    It is scheduled only where the config says so: a benchmark measures the medium.  force: serial
-    numbers of drives that may be overwritten.  engine: options of its Engine, and the executor.
+    force: serial numbers of drives that may be overwritten.  engine: `executor` and `profile` as of
+    `tutti.open`, by default none, as most benchmarks measure the medium; or options of its Engine.
     Raises PoolExists where a file is in the way, and what formatting and opening raise.
     """
     files = [path for path in paths if not is_device(path)]
@@ -133,17 +132,12 @@ def temporary_pool(
             Path(path).unlink(missing_ok=True)
 
 
-def _profile_of(config: StoreConfig | None) -> str | None:
-    return None if config is None or config.schedule is None else AUTO
-
-
 def _opened(
     paths: list[str], layout: KVLayout, config: StoreConfig | None, engine: Mapping[str, Any]
 ) -> ObjectStore:
-    executor = engine.get("executor", "auto")
-    options = {name: value for name, value in engine.items() if name != "executor"}
+    options = dict(engine)
+    executor, profile = options.pop("executor", "auto"), options.pop("profile", None)
     if not options:
-        profile = _profile_of(config)
         return object_store.open(paths, layout, config=config, executor=executor, profile=profile)
     controller = open_controller(paths, executor=executor)
     try:

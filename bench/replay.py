@@ -46,6 +46,7 @@ from tutti.bench.traces import (
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.placement.eviction import POLICIES
+from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -95,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[StoreConfig().eviction],
         help="eviction policies, one replay for each",
     )
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        default=[AUTO],
+        help="profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file",
+    )
     parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
     what = "also measure what fio's direct reads and writes of objects cost, as many at a time"
     parser.add_argument("--floor", action="store_true", help=what)
@@ -109,9 +116,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
     requests = _requests(args)
     runs = [
-        _replay(args, requests, capacity, eviction, progress)
+        _replay(args, requests, capacity, eviction, profile, progress)
         for capacity in args.capacity
         for eviction in args.eviction
+        for profile in args.profile
     ]
     return {
         "benchmark": "replay",
@@ -150,7 +158,8 @@ def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
             names = ("gb_per_s", "p50_ms", "p99_ms", "cpu_s_per_gb", "fio_cpu_s_per_gb")
             numbers = (run[what].get(name) for name in names)
             texts = ["" if number is None else f"{number:.3g}" for number in numbers]
-            rows.append([capacity, what, *texts, *last])
+            how = what if run.get("scheduled", True) else f"{what}, at once"
+            rows.append([capacity, how, *texts, *last])
     return rows
 
 
@@ -278,6 +287,7 @@ def _replay(
     requests: list[TraceRequest],
     capacity: str,
     eviction: str,
+    profile: str,
     progress: ProgressFactory,
 ) -> dict[str, Any]:
     capacity_nbytes = parse_nbytes(capacity)
@@ -289,7 +299,7 @@ def _replay(
         parse_shape(args.shape).layout(args.page_size),
         capacity_nbytes,
         config=config,
-        engine={"executor": args.executor},
+        engine={"executor": args.executor, "profile": profile},
         prewrite=args.prewrite,
         force=args.force,
         progress=progress,
@@ -303,6 +313,7 @@ def _replay(
         result = replayer.summary()
         blocks = result["capacity_objects"] // replayer.pages_per_block
         facts = {"capacity_nbytes": capacity_nbytes, **medium_facts(store)}
+        facts["scheduled"] = store.scheduler is not None
         object_nbytes = store.layout.object_nbytes
     if args.floor:
         _add_floor(Path(medium_of(args), "replay-floor.fio"), result, object_nbytes)

@@ -1,13 +1,16 @@
 """Measures short transfers: what a call costs its caller, and how long one page takes to be stored.
 
-The calls are made in a pool in memory, so that no disk plays a part: CPU time of the thread that
+The calls are made in pools in memory, so that no disk plays a part: CPU time of the thread that
 calls, until the call returns, after the transfer before has ended and for loads in a row.  The puts
 of one page go to a file by direct I/O, in turns with plain writes of the same bytes and one record.
+Pools are opened with the defaults of `tutti.open`, where transfers pass the scheduler's queue; rows
+and puts "at once" have no profile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import tempfile
 import time
@@ -28,6 +31,7 @@ from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import HostBuffer
+from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if min(args.calls, args.rounds) < 1:
         raise ConfigError("--calls and --rounds count from 1")
     paths = pool_paths(args, "short")
-    others = beside(paths, "no-digests"), beside(paths, "plain")
+    others = beside(paths, "no-digests"), beside(paths, "at-once"), beside(paths, "plain")
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar:
         calls = _calls(in_memory, args.calls)
@@ -74,9 +78,16 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
-def _opened(stack: ExitStack, paths: list[str], shape: str, verify: str = "always") -> ObjectStore:
+def _opened(
+    stack: ExitStack,
+    paths: list[str],
+    shape: str,
+    verify: str = "always",
+    profile: str | None = AUTO,
+) -> ObjectStore:
     layout, config = parse_shape(shape).layout(), StoreConfig(verify=verify)
-    pool = temporary_pool(paths, layout, GiB // 2, config=config)
+    engine = {"profile": profile}
+    pool = temporary_pool(paths, layout, GiB // 2, config=config, engine=engine)
     store: ObjectStore = stack.enter_context(pool)
     return store
 
@@ -84,19 +95,28 @@ def _opened(stack: ExitStack, paths: list[str], shape: str, verify: str = "alway
 def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
     """A row for each number of pages and call."""
     rng = np.random.default_rng(1)
-    took: dict[tuple[int, str], list[float]] = {}
+    took: dict[tuple[bool, int, str], list[float]] = {}
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        store = _opened(stack, [f"{made}/short.tutti"], _SHAPE)
-        store.allocate_memory(max(_PAGES))
-        for turn in range(-_WARM, count):
-            for n in _PAGES:
-                for call, us in _call_costs(store, n, rng).items():
-                    if turn >= 0:
-                        took.setdefault((n, call), []).append(us)
+        stores = [
+            _opened(stack, [f"{made}/scheduled.tutti"], _SHAPE),
+            _opened(stack, [f"{made}/at-once.tutti"], _SHAPE, profile=None),
+        ]
+        for store in stores:
+            store.allocate_memory(max(_PAGES))
+        for turn, n, store in itertools.product(range(-_WARM, count), _PAGES, stores):
+            for call, us in _call_costs(store, n, rng).items():
+                if turn >= 0:
+                    took.setdefault((store is stores[0], n, call), []).append(us)
     return [
-        {"pages": n, "call": call, "best_us": min(us), "median_us": median(us)}
-        for (n, call), us in took.items()
+        {
+            "pages": n,
+            "call": call,
+            "scheduled": scheduled,
+            "best_us": min(us),
+            "median_us": median(us),
+        }
+        for (scheduled, n, call), us in took.items()
     ]
 
 
@@ -126,9 +146,9 @@ def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[st
 
 
 def _one_page(
-    paths: list[str], undigested: list[str], plain: list[str], rounds: int
+    paths: list[str], undigested: list[str], at_once: list[str], plain: list[str], rounds: int
 ) -> dict[str, Any]:
-    """Times of a put of one page with and without digests, of its bytes, and of a record.
+    """Times of a put of one page, without digests, at once, of its bytes, and of a record.
 
     Each is of other bytes and to a place that was not written lately; plain writes take the members
     in turn.  Nothing is deleted, as the blocks of empty groups are deallocated and the next put
@@ -136,12 +156,12 @@ def _one_page(
     """
     rng = np.random.default_rng(2)
     nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
-    times: dict[str, list[float]] = {"bytes": [], "record": [], "put": [], "put, no digests": []}
+    times: dict[str, list[float]] = {"bytes": [], "record": []}
 
     def timed(name: str, call: Callable[[], Any]) -> None:
         began_s = time.perf_counter()
         call()
-        times[name].append(time.perf_counter() - began_s)
+        times.setdefault(name, []).append(time.perf_counter() - began_s)
 
     def put(name: str, page: int) -> None:
         keys = rng.integers(0, 256, (1, 16), np.uint8)
@@ -153,6 +173,7 @@ def _one_page(
         pools = {
             "put": _opened(stack, paths, _PAGE_SHAPE),
             "put, no digests": _opened(stack, undigested, _PAGE_SHAPE, verify="off"),
+            "put, at once": _opened(stack, at_once, _PAGE_SHAPE, profile=None),
         }
         for store in pools.values():
             own = store.allocate_memory(pages)
@@ -192,7 +213,8 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
     for row in result["calls"]:
         bar, us = result["bars_us"][row["call"]], row["median_us"]
         best = f"{row['best_us']:.0f}"
-        rows.append((row["pages"], row["call"], best, f"{us:.0f}", f"{bar:g}", _missed(us, bar)))
+        call = row["call"] if row.get("scheduled", True) else f"{row['call']}, at once"
+        rows.append((row["pages"], call, best, f"{us:.0f}", f"{bar:g}", _missed(us, bar)))
     return rows
 
 

@@ -18,7 +18,7 @@ from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape
 from tutti.errors import ChecksumMismatch
 from tutti.memory.host_memory import HostMemory
-from tutti.profiles.at_open import AUTO, find_schedule
+from tutti.profiles.at_open import AUTO
 from tutti.transfers.store_config import StoreConfig
 
 INFLIGHT = 4
@@ -67,12 +67,12 @@ def filled_pool(
 ) -> Iterator[PoolWorkload]:
     """A pool that was written in full once, by puts that filled all of it."""
     path, layout = str(directory / f"{name}.tutti"), plan.shape.layout()
-    schedule = find_schedule(AUTO, [path], layout) if plan.scheduled else None
     with temporary_pool(
         [path],
         layout,
         plan.capacity_nbytes,
-        config=StoreConfig(verify=plan.verify, schedule=schedule),
+        config=StoreConfig(verify=plan.verify),
+        engine={"profile": AUTO if plan.scheduled else None},
         prewrite=True,
         progress=progress,
     ) as store:
@@ -109,7 +109,7 @@ def pool_system(
             "backing": workload.backing,
             "engine_memory_nbytes": workload.memory.nbytes,
             "verify": workload.store.config.verify,
-            "scheduled": workload.store.config.schedule is not None,
+            "scheduled": workload.store.scheduler is not None,
             **medium_facts(workload.store),
             **{key: result[key] for key in names},
         }

@@ -124,14 +124,17 @@ def test_the_command(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(r.to_json() for r in requests_of(6, 9, 3)))
     shape = ("--shape", "2x16KiB", "--pages", "4", "--dir", str(tmp_path))
-    args = arguments("--trace", str(trace), "--capacity", "6MiB", "12MiB", *shape)
+    sizes = ("--capacity", "6MiB", "12MiB", "--profile", "auto", "off")
+    args = arguments("--trace", str(trace), *sizes, *shape)
     result = replay.run(args, progress)
     json.dumps(result)
     assert result["wrong"] == 0
     for run in result["runs"]:
         assert run["block_hit_rate"] == run["unlimited_hit_rate"] == pytest.approx(9 / 18)
+    assert [run["scheduled"] for run in result["runs"]] == [True, False] * 2
+    assert arguments().profile == ["auto"], "as tutti.open"
     text = replay.report(result)
-    assert "50.0 %" in text
+    assert "50.0 %" in text and "put, at once" in text
     assert "every byte right" in text
     result["wrong"] = 3
     assert "WRONG BYTES in 3 pages" in replay.report(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,12 +16,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = ["bench", "short", "--dir", str(tmp_path), "--json", "--calls", "2", "--rounds", "3"]
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
-    calls = {(row["pages"], row["call"]) for row in result["calls"]}
-    assert calls == {(n, call) for n in (1, 4, 16) for call in short.BARS_US}
+    calls = {(row["pages"], row["call"], row["scheduled"]) for row in result["calls"]}
+    assert calls == set(itertools.product((1, 4, 16), short.BARS_US, (True, False)))
+    assert {f"{call}, at once" for call in short.BARS_US} < {
+        row[1] for row in short.rows_of(result)
+    }
     assert all(0 < row["best_us"] <= row["median_us"] for row in result["calls"])
     page = result["page"]
     assert page["nbytes"] == 8 << 20 and page["rounds"] == 3
-    assert set(page["ratios"]) == {"put", "put, no digests"}
+    assert set(page["ratios"]) == {"put", "put, no digests", "put, at once"}
     assert all(ms > 0 for ms in page["ms"].values())
     assert not list(tmp_path.iterdir()), "the pools and the file are removed"
 
