@@ -3,13 +3,17 @@
 Jobs without data give the cost of a command; copies give the rate of verified and unverified
 loads, with one drive, with one and a digest worker, and with two drives of a service thread each.
 In the same rounds loads that copy nothing give the digests alone: of as much memory, which bounds
-what a second drive can gain on this machine, and of two slices that stay in the caches.
+what a second drive can gain on this machine, and of two slices that stay in the caches.  And two
+threads without an engine, of which one copies and the other digests as much, bound how fast a
+verified load can be beside an unverified one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -21,17 +25,19 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import KiB, MiB
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
-from tutti.bench.statistics import bootstrap_median, median, ratios
+from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError, MediumError
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.native import address, lib
 
 HEAD = ("work", "drives", "workers", "unverified GB/s", "verified GB/s", "over one drive's")
 _LBA_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
+_VERIFIED_BAR = 0.97  # of an unverified load, while a core is free
 _SLICE_NBYTES = 256 * KiB
 _COMMAND_LAYERS, _COMMAND_PAGES = 64, 4096
 #: Work, with layers and pages, drives and digest workers; the first row of a work is compared with.
@@ -92,6 +98,47 @@ class _Rig:
         return int(report.done_ns - report.submitted_ns) / 1e9
 
 
+class _Bound:
+    """Copies of as many slices as a load has, alone and while another thread digests them."""
+
+    def __init__(self) -> None:
+        _, layers, pages = _COPIES
+        self.nbytes = layers * pages * _SLICE_NBYTES
+        self._source, self._target = HostBuffer(self.nbytes), HostBuffer(self.nbytes)
+        self._source.array[:] = 7
+        self._target.array[:] = 7
+        starts = np.arange(layers * pages, dtype=np.uint64) * np.uint64(_SLICE_NBYTES)
+        self._addresses = np.uint64(self._target.address) + starts
+        self._sizes = np.full(len(starts), _SLICE_NBYTES, np.uint64)
+
+    def copies_s(self) -> float:
+        """Seconds of the copies."""
+        began_s = time.perf_counter()
+        self._copy()
+        return time.perf_counter() - began_s
+
+    def both_s(self) -> float:
+        """Until the copies have ended, and the digests of another thread."""
+        other = threading.Thread(target=self._digest, daemon=True)
+        began_s = time.perf_counter()
+        other.start()
+        self._copy()
+        other.join(_TIMEOUT_S)
+        return time.perf_counter() - began_s
+
+    def _copy(self) -> None:
+        sources, targets = (
+            buffer.array.reshape(-1, _SLICE_NBYTES) for buffer in (self._source, self._target)
+        )
+        for source, target in zip(sources, targets, strict=True):
+            target[:] = source
+
+    def _digest(self) -> None:
+        library = lib()
+        where, nbytes = address(self._addresses), address(self._sizes)
+        library.tutti_xxh3_64_isa(library.tutti_isa_best(), where, nbytes, len(self._sizes))
+
+
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Commands without data, then loads of every shape in turns.  Raises ConfigError."""
     if args.rounds < 3:
@@ -105,7 +152,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             for _ in range(args.rounds):
                 commands.append(_commands(rig))
                 bar.advance(1)
-        rows = _loads(args.rounds, lambda: bar.advance(1))
+        rows, bound = _loads(args.rounds, lambda: bar.advance(1))
     return {
         "benchmark": "threads",
         "source": "emulated",
@@ -113,6 +160,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "commands_per_s": bootstrap_median([rate for rate, _ in commands]).to_dict(),
         "cpu_ns_per_command": median([cpu_ns for _, cpu_ns in commands]),
         "rows": rows,
+        "bound": bound,
         "rounds": args.rounds,
         "machine": describe(),
     }
@@ -127,9 +175,12 @@ def _commands(rig: _Rig) -> tuple[float, float]:
     return commands / seconds, (after.thread_cpu_ns - before.thread_cpu_ns) / commands
 
 
-def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
+def _loads(rounds: int, advance: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A row for each shape, and the bound of verified loads."""
     with ExitStack() as stack:
-        rigs = []
+        rigs, bound = [], _Bound()
+        alone: list[float] = []
+        both: list[float] = []
         for work, shape in _ROWS:
             mode = "copy" if work is _COPIES else "zero_copy"
             rigs.append(_Rig(shape, mode, *work[1:], _SLICE_NBYTES))
@@ -145,9 +196,11 @@ def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
                 plain[i].append(gigabytes / rigs[i].seconds(OPCODE_READ))
                 verified[i].append(gigabytes / rigs[i].seconds(OPCODE_READ, digests[i]))
                 advance()
+            alone.append(bound.nbytes / 1e9 / bound.copies_s())
+            both.append(bound.nbytes / 1e9 / bound.both_s())
     works = [work for work, _ in _ROWS]
     first = [verified[works.index(work)] for work in works]
-    return [
+    rows = [
         {
             "work": work[0],
             "drives": drives,
@@ -159,6 +212,11 @@ def _loads(rounds: int, advance: Any) -> list[dict[str, Any]]:
         }
         for i, (work, (drives, workers)) in enumerate(_ROWS)
     ]
+    return rows, {
+        "copies_gb_per_s": bootstrap_median(alone).to_dict(),
+        "beside_digests_gb_per_s": bootstrap_median(both).to_dict(),
+        "beside_over_alone": bootstrap_median(ratios(both, alone)).to_dict(),
+    }
 
 
 def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
@@ -179,7 +237,20 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
 def notes_of(result: dict[str, Any]) -> list[str]:
     """What the table does not say."""
     commands = result["commands_per_s"]["median"] / 1e6
+    (beside,) = (row for row in result["rows"] if row["digest_workers"])
+    verified = [
+        f"with a worker, verified over unverified (bar {_VERIFIED_BAR:g}): "
+        f"{interval_text(beside['verified_over_unverified'], 2)}"
+    ]
+    if "bound" in result:
+        bound = result["bound"]
+        verified[0] += (
+            "; without an engine, copies beside a thread that digests as much over copies alone"
+            f" ({bound['copies_gb_per_s']['median']:.2f} GB/s): "
+            f"{interval_text(bound['beside_over_alone'], 2)}"
+        )
     return [
+        *verified,
         f"commands without data through jobs: {commands:.2f} million/s a thread, "
         f"{result['cpu_ns_per_command']:.0f} ns of CPU each",
         "emulated: copies from memory of this process, one service thread per drive",
