@@ -35,6 +35,7 @@ from tutti.memory.device_memory import DeviceMemory
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
+HEAD = ("object", "memory", "phase", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "run", "note")
 PHASES = ("store", "retrieve", "layerwise", "mixed")
 SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")
 
@@ -230,10 +231,9 @@ def make_workload(
     )
 
 
-def report(result: dict[str, Any]) -> str:
-    """A table for people."""
-    headers = ["object", "memory", "phase", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "run", "note"]
-    rows = [
+def rows_of(result: dict[str, Any]) -> list[list[Any]]:
+    """The table below HEAD."""
+    return [
         [
             row["shape"],
             row["backing"],
@@ -247,15 +247,21 @@ def report(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What the table does not say: how the medium was accessed, and pages with wrong bytes."""
     direct = "direct I/O" if result.get("direct_io", True) else "BUFFERED: the page cache helps"
-    lines = [
-        table(headers, rows),
+    notes = [
         f"{result['controller']} controller, {result.get('executor', 'no')} executor, {direct}; "
         f"verify {result['verify']}, durability {result['durability']}",
     ]
-    if result["wrong"]:
-        lines.append(f"WRONG BYTES in {result['wrong']} pages")
-    return "\n".join(lines)
+    return notes + ([f"WRONG BYTES in {result['wrong']} pages"] if result["wrong"] else [])
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table for people."""
+    return "\n".join([table(list(HEAD), rows_of(result)), *notes_of(result)])
 
 
 def _note(row: dict[str, Any]) -> str:

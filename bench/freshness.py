@@ -45,6 +45,10 @@ _APART = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU)
 #: checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
+    "bandwidth": (
+        *(*_TRANSFERS, *_RIG, _GPU, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
+        *("bench/members.py", "bench/compare/paired.py"),
+    ),
     "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "decisions": (*_TRANSFERS, *_SLACK),

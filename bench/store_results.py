@@ -64,7 +64,7 @@ _SAME_PAGES = (
 )
 
 #: The most cited first.  The limits are about twice what a step takes on two processors and a disk
-#: of 3 GB/s; all steps together take some 60 minutes there.
+#: of 3 GB/s; all steps together take some 80 minutes there.
 STEPS = (
     Result("peers", "tutti.cli bench peers --dir {dir} --json", 1800, prints=True, sglang=True),
     Result("peers-same-pages", f"{_SAME_PAGES} --host-pages thp", 1500, prints=True, sglang=True),
@@ -82,6 +82,10 @@ STEPS = (
     Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
          prints=True),
     Result("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
+    # Of Llama-3-8B on one of 8 ranks, so that the bytes of the longest prompt fit here.
+    Result("contexts", "tutti.cli bench bandwidth --dir {dir} --json --shapes 32x32KiB --prewrite"
+         " --phases store retrieve --capacity 5GiB --memory 4GiB"
+         " --contexts 1024 2048 4096 8192 16384 32768 65536 131072", 240, prints=True),
     _compare("churned", 240, "--seconds 1"),
     _compare("bandwidth-memory", 180, "--memory huge --size 2GiB --seconds 1"),
     _compare("fio-memory", 120, "--seconds 1 --size 2GiB"),
@@ -138,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="bench/results", type=Path, help="folder of the results")
     parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
     parser.add_argument("--sglang", default="", help="command of the Python that has SGLang")
-    parser.add_argument("--minutes", type=float, default=75.0, help="limit in all (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=100.0, help="limit in all (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these")
     args = parser.parse_args(arguments)
     places = Places(args.dir, args.out, args.trace, sglang=shlex.split(args.sglang))

@@ -27,6 +27,7 @@ from tutti.base.terminal import WIDTH_MAX, fitting
 from tutti.base.units import format_nbytes
 from tutti.bench import (
     agent,
+    bandwidth,
     eviction,
     freshness,
     paths,
@@ -261,6 +262,7 @@ def _simulate(result: dict[str, Any]) -> str:
 
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "agent": _table_of(agent),
+    "bandwidth": _table_of(bandwidth),
     "commits": _table_of(commits),
     "compare": _compare,
     "decisions": _table_of(decisions),

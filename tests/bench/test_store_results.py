@@ -14,6 +14,7 @@ import pytest
 
 from tutti.bench import store_results
 from tutti.bench.store_results import STEPS, Places, Result
+from tutti.bench.summary import render
 from tutti.errors import ConfigError
 
 RING = "tutti.cli bench ring --commands 2000 --repeats 1 --depths 64 --batches 1 --json"
@@ -155,6 +156,20 @@ def test_names_are_those_of_the_results(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/results.md").read_text()
     shown = set(re.findall(r"<!-- result: ([\w-]+) -->", page))
     assert {step.name for step in STEPS} <= shown, "every result has a place on the page"
+
+
+def test_bandwidth_of_prompts_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tutti import cli
+
+    (step,) = (step for step in STEPS if step.name == "contexts")
+    words = step.words.format(dir=tmp_path, out="", trace="").split()[1:]
+    cut = words.index("--contexts")
+    assert [int(word) for word in words[cut + 1 :]] == [1024 << i for i in range(8)]
+    small = ["--contexts", "64", "128", "--seconds", "0.01", "--memory", "8MiB"]
+    assert cli.main([*words[:cut], *small, "--capacity", "32MiB"]) == 0
+    (tmp_path / "contexts.json").write_text(capsys.readouterr().out)
+    page = "<!-- result: contexts -->\n<!-- end -->"
+    assert "| 128 tokens a prompt |" in render(page, tmp_path)
 
 
 def test_every_command_is_one_that_exists() -> None:
