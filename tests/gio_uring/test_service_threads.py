@@ -10,6 +10,7 @@ import pytest
 from memory_controller import Faults, MemoryController
 from nvme_host import NvmeHost
 
+import tutti
 from store.pools import GEOMETRY, LAYOUT
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
@@ -27,8 +28,10 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_UNRECOVERED_READ,
 )
 from tutti.pool.block_io import BlockIo
+from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
+from tutti.transfers.store_config import StoreConfig
 
 LAYERS, PAGES, NBYTES = 4, 16, 4096
 DRIVES = 3
@@ -147,6 +150,19 @@ def test_members_that_one_thread_each_serves(tmp_path: Path) -> None:
         assert len(controller.handles) == 1, "one drive"
     with pytest.raises(ConfigError, match="service_threads=0"):
         FileController(paths, service_threads=0)
+    with pytest.raises(ConfigError, match=r"service_threads=3; .* give 1 to 2"):
+        FileController(paths, service_threads=3)
+
+
+def test_more_threads_than_files_are_an_error_of_open(tmp_path: Path) -> None:
+    """Not a smaller number that nobody hears of."""
+    paths = [str(tmp_path / name) for name in ("left", "right")]
+    with pytest.raises(ConfigError, match="service_threads=3"):
+        tutti.open(paths, LAYOUT, "8MiB", config=StoreConfig(service_threads=3))
+    with tutti.open(paths, LAYOUT, config=StoreConfig(service_threads=2)) as store:
+        assert store.engine.service_threads == 2
+    with pytest.raises(ConfigError, match=r"service_threads=2; each drive by vfio has one"):
+        open_controller(["nvme:0000:99:00.0"], service_threads=2)
 
 
 def test_an_idle_controller_does_not_delay_the_others(tmp_path: Path) -> None:

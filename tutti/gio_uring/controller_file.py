@@ -192,11 +192,13 @@ class FileController(NativeController):
                 threads=limits.threads,
                 record_fd=-1 if record_fd is None else record_fd,
             )
-            self._routes, service_threads = _deal(_drives_of(self.members), service_threads)
-            if service_threads < 1 or (record_fd is not None and service_threads > 1):
+            most = len(self.members) if record_fd is None else 1
+            if service_threads is not None and not 1 <= service_threads <= most:
                 raise ConfigError(
-                    f"service_threads={service_threads}; give at least 1, and 1 with record_fd"
+                    f"service_threads={service_threads}; each serves at least one file: give 1 to"
+                    f" {most}{'' if record_fd is None else ' with record_fd'}"
                 )
+            self._routes, service_threads = _deal(_drives_of(self.members), service_threads)
             self._create(config, lba_nbytes, service_threads, handles)
             super().__init__(*handles)
         except BaseException:
@@ -430,9 +432,9 @@ def _deal(drives: list[int], threads: int | None) -> tuple[list[tuple[int, int]]
     Files of one drive share a service thread unless more threads than drives are asked for.
     """
     n_drives = max(drives) + 1
-    threads = n_drives if threads is None else min(threads, len(drives))
+    threads = n_drives if threads is None else threads
     turns = drives if threads <= n_drives else range(len(drives))
-    return [(turn % max(1, threads), nsid) for nsid, turn in enumerate(turns, 1)], threads
+    return [(turn % threads, nsid) for nsid, turn in enumerate(turns, 1)], threads
 
 
 def _drives_of(members: Sequence[FileMember]) -> list[int]:

@@ -32,11 +32,16 @@ def open_controller(
 ) -> NativeController:
     """Opens the members for this process alone; the namespace of member m is m + 1.
 
-    names: paths, or addresses of drives as in docs/vfio.md.  executor, service_threads: for files,
-    the latter as `service_threads` of FileController.
+    names: paths, or addresses of drives as in docs/vfio.md.  executor: for files.  service_threads:
+    as of FileController; a drive has one.
     Raises PoolInUse, ConfigError, Unsupported, and what FileController and VfioController raise.
     """
     if are_drives(names):
+        if service_threads not in (None, len(names)):
+            raise ConfigError(
+                f"service_threads={service_threads}; each drive by vfio has one thread, so give"
+                f" {len(names)}, or leave it out"
+            )
         controller = open_drives(names)
         lba_nbytes = controller.info.lba_nbytes
         if lba_nbytes > BLOCK_NBYTES:

@@ -37,7 +37,8 @@ class StoreConfig:
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
         has the drive's full bandwidth while it runs, which keeps first layers early.
     service_threads: native threads that serve the files of a pool, each with some of them; None has
-        one for each drive that the files are on, which is best where drives are independent.
+        one for each drive that the files are on, which is best where drives are independent.  More
+        threads than files are an error of `open`; a drive by vfio has exactly one.
     page_cache_share: how much of the memory that is free at the opening the page cache may use for
         groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
     residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
