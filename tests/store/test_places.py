@@ -29,6 +29,7 @@ from tutti.errors import (
     PoolNotFound,
     TuttiError,
 )
+from tutti.gio_uring import named_drive
 from tutti.gio_uring.drives.block_device import Devices
 from tutti.gio_uring.file_member import FileMember
 from tutti.pool import member_controller, places, pool_format
@@ -326,6 +327,26 @@ def test_a_namespace_is_erased_to_its_last_block() -> None:
     medium = controller.medium(1)
     assert not medium[:MiB].any() and not medium[-MiB:].any()
     controller.close()
+
+
+def test_vfio_drives_of_different_block_sizes_are_refused_unwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"0000:03:00.0": 512, "0000:04:00.0": 4096}
+    made = {bdf: MemoryController([MiB], lba_nbytes=nbytes) for bdf, nbytes in sizes.items()}
+    monkeypatch.setattr(named_drive, "VfioController", made.__getitem__)
+    monkeypatch.setattr(named_drive, "_check_is_nvme", lambda bdf: None)
+    media = [drive.medium(1) for drive in made.values()]
+    for medium in media:
+        medium[:] = 7
+    with monkeypatch.context() as patch:
+        for drive in made.values():
+            patch.setattr(drive, "close", lambda: None)  # its medium is looked at below
+        with pytest.raises(ConfigError, match="blocks of one size only"):
+            tutti.open([f"nvme:{bdf}" for bdf in sizes], LAYOUT, CAPACITY)
+    assert all((medium == 7).all() for medium in media)
+    for drive in made.values():
+        drive.close()
 
 
 def test_half_of_the_members_are_labelled(loop: Loop) -> None:
