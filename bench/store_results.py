@@ -37,7 +37,8 @@ _REASON_MAX = 200
 
 @dataclass(frozen=True)
 class Result:
-    """One result: a module with its arguments, in which {dir}, {out} and {trace} are filled in.
+    """One result: a module with its arguments, in which {out} and {trace} are filled in, {dirs} by
+    the folders, and {dir} by the first of them, for what takes one.
 
     prints: the result is what the command prints; otherwise it writes NAME.json into {out}.
     sglang: it runs with the Python that has SGLang.  limit_s: a step that takes longer is ended.
@@ -53,12 +54,12 @@ class Result:
 
 
 def _compare(name: str, limit_s: float, more: str = "") -> Result:
-    words = "tutti.bench.compare.run --dir {dir} --out {out} --allow-sysctl --pairs 7 "
+    words = "tutti.bench.compare.run --dir {dirs} --out {out} --allow-sysctl --pairs 7 "
     return Result(name, f"{words}{name} {more}", limit_s)
 
 
 _SAME_PAGES = (
-    "tutti.cli bench peers --dir {dir} --json --allow-sysctl --peers hicache-tutti"
+    "tutti.cli bench peers --dir {dirs} --json --allow-sysctl --peers hicache-tutti"
     " hicache-tutti-unverified hicache-nixl lmcache-fs-native file-per-page fio-hugepages"
     " fio-hugepages-4-pages"
 )
@@ -66,7 +67,7 @@ _SAME_PAGES = (
 #: The most cited first.  The limits are about twice what a step takes on two processors and a disk
 #: of 3 GB/s; all steps together take some 80 minutes there.
 STEPS = (
-    Result("peers", "tutti.cli bench peers --dir {dir} --json", 1800, prints=True, sglang=True),
+    Result("peers", "tutti.cli bench peers --dir {dirs} --json", 1800, prints=True, sglang=True),
     Result("peers-same-pages", f"{_SAME_PAGES} --host-pages thp", 1500, prints=True, sglang=True),
     Result("peers-collapse", f"{_SAME_PAGES} --host-pages collapse", 1500, prints=True,
          sglang=True),
@@ -75,15 +76,15 @@ STEPS = (
     _compare("layerwise-fio", 420, "--seconds 1"),
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
-         " --floor --dir {dir} --json", 720, prints=True),
-    Result("window", "tutti.cli bench window --dir {dir} --json", 240, prints=True),
-    Result("short", "tutti.cli bench short --dir {dir} --json", 120, prints=True),
+         " --floor --dir {dirs} --json", 720, prints=True),
+    Result("window", "tutti.cli bench window --dir {dirs} --json", 240, prints=True),
+    Result("short", "tutti.cli bench short --dir {dirs} --json", 120, prints=True),
     Result("threads", "tutti.cli bench threads --json", 300, prints=True),
     Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 24", 240,
          prints=True),
     Result("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
     # Of Llama-3-8B on one of 8 ranks, so that the bytes of the longest prompt fit here.
-    Result("contexts", "tutti.cli bench bandwidth --dir {dir} --json --shapes 32x32KiB --prewrite"
+    Result("contexts", "tutti.cli bench bandwidth --dir {dirs} --json --shapes 32x32KiB --prewrite"
          " --phases store retrieve --capacity 5GiB --memory 4GiB"
          " --contexts 1024 2048 4096 8192 16384 32768 65536 131072", 240, prints=True),
     _compare("churned", 240, "--seconds 1"),
@@ -101,7 +102,7 @@ STEPS = (
     _compare("digest", 60),
     Result("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240,
          picture="speed over bytes and slice size, and the estimated times of layers"),
-    Result("agent", "tutti.cli bench agent --dir {dir} --rounds 1000 --json", 120, prints=True),
+    Result("agent", "tutti.cli bench agent --dir {dirs} --rounds 1000 --json", 120, prints=True),
     Result("second-tier", "tutti.cli bench second-tier --dir {dir} --json", 300, prints=True),
     Result("submit", "tutti.cli bench submit --pages 128 16384 --repeats 101 --json", 240,
          prints=True),
@@ -128,7 +129,7 @@ class Places:
     and without a trace, steps that take them are not measured.
     """
 
-    folder: str
+    folders: Sequence[str]
     out: Path
     trace: str | None = None
     python: Sequence[str] = (sys.executable,)
@@ -138,7 +139,9 @@ class Places:
 def main(arguments: Sequence[str]) -> int:
     """Measures, and returns the exit code: 1 when a result could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", default=".", help="folder on the drive to measure")
+    parser.add_argument(
+        "--dir", nargs="+", default=["."], help="folders, each on one of the drives to measure"
+    )
     parser.add_argument("--out", default="bench/results", type=Path, help="folder of the results")
     parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
     parser.add_argument("--sglang", default="", help="command of the Python that has SGLang")
@@ -172,7 +175,7 @@ def run(
     if unknown:
         known = ", ".join(step.name for step in STEPS)
         raise ConfigError(f"{unknown[0]} is not a result of the store; choose from {known}")
-    machine = describe(places.folder)
+    machine = describe(places.folders[0])
     commit = str(machine["commit"])
     if commit.endswith("+dirty") or commit == "unknown":
         raise ConfigError(f"the checkout is {commit}; commit what has changed, then measure")
@@ -204,10 +207,7 @@ def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
         return "not measured: the time for all results was over"
     limit_s = min(step.limit_s, left_s)
     with tempfile.TemporaryDirectory(prefix="store-results-") as made:
-        words = [
-            word.format(dir=places.folder, out=made, trace=places.trace)
-            for word in step.words.split()
-        ]
+        words = words_of(step, places, made)
         python = places.sglang if step.sglang else places.python
         done = _run([*python, "-m", *words], limit_s)
         if done is None:
@@ -215,6 +215,16 @@ def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
         if step.prints and done.returncode == 0:
             (Path(made) / f"{step.name}.json").write_text(done.stdout)
         return _take(step, Path(made), places.out, done, commit)
+
+
+def words_of(step: Result, places: Places, out: str) -> list[str]:
+    """The command of a step, after Python's -m."""
+    facts = {"dir": places.folders[0], "out": out, "trace": places.trace}
+    return [
+        filled
+        for word in step.words.split()
+        for filled in (places.folders if word == "{dirs}" else [word.format(**facts)])
+    ]
 
 
 def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:

@@ -42,6 +42,7 @@ from tutti.bench import (
 )
 from tutti.bench.charts import Bars, bars_svg
 from tutti.bench.compare import commits
+from tutti.bench.compare.run import members_note
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -163,6 +164,7 @@ def _compare(result: dict[str, Any]) -> str:
         *("cell", "a GB/s", "b GB/s", "a/b speed", "b/b speed (noise)"),
         *("a CPU-s/GB", "b CPU-s/GB", "a/b CPU", "a-b CPU-s/GB"),
     ]
+    facts += [f"* {note}" for note in members_note(result)]
     return "\n".join([*(_markdown(head, rows) if rows else []), *facts, *_runs(result["cells"])])
 
 
@@ -213,6 +215,7 @@ def _peers(result: dict[str, Any]) -> str:
         lines += [*_markdown(peers.HEAD, peers.rows_of(cell)), ""]
         lines += [line for note in peers.notes_of(cell) for line in (f"* {note}", "")]
     lines += [f"Skipped: {name} ({why})." for name, why in result["skipped"].items()]
+    lines += peers.members_note(result)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, f"Versions: {versions}."])
 

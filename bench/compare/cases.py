@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ Cells = dict[str, dict[str, Any]]
 class Setup:
     """What every case needs to know; see the arguments of tutti/bench/compare/run.py."""
 
-    directory: Path
+    directories: tuple[Path, ...]
     pairs: int
     size_nbytes: int
     round_s: float
@@ -63,6 +63,15 @@ class Setup:
     allow_sysctl: bool
     seed: int
     progress: ProgressFactory
+
+    @property
+    def directory(self) -> Path:
+        """Of what Tutti is compared with: the first; its own pools have a member in each."""
+        return self.directories[0]
+
+    def pool(self, name: str, plan: PoolPlan) -> AbstractContextManager[PoolWorkload]:
+        """A filled pool with a member in each directory."""
+        return filled_pool(self.directories, name, plan, self.progress)
 
     def wanted(self, cell: str) -> bool:
         """Whether a cell is to be measured."""
@@ -126,11 +135,8 @@ def layerwise_fio(setup: Setup) -> Cells:
 def churned(setup: Setup) -> Cells:
     """retrieve of a long prefix from a pool that was churned through, against a fresh pool"""
     plan = _prefix_plan(setup, hugepages=True)
-    directory, progress = setup.directory, setup.progress
-    with (
-        filled_pool(directory, "fresh", plan, progress) as fresh,
-        filled_pool(directory, "churned", plan, progress) as aged,
-    ):
+    progress = setup.progress
+    with setup.pool("fresh", plan) as fresh, setup.pool("churned", plan) as aged:
         fresh.store.clear(deallocate=False)
         objects = churn(
             aged, int(setup.churn * plan.capacity_nbytes), seed=setup.seed, progress=progress
@@ -179,7 +185,7 @@ def _file_cells(
     with (
         needed if hugepages else nullcontext(),
         fio_file(setup.directory, setup.size_nbytes) if can_fio else nullcontext(),
-        filled_pool(setup.directory, "compare", plan, setup.progress) as workload,
+        setup.pool("compare", plan) as workload,
     ):
         round_nbytes = _calibrated(setup, workload)
         with file_systems(
@@ -239,8 +245,8 @@ def cpu_verify(setup: Setup) -> Cells:
         plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
         bare = replace(plan, verify="off")
         with (
-            filled_pool(setup.directory, "verified", plan, setup.progress) as verified,
-            filled_pool(setup.directory, "bare", bare, setup.progress) as unverified,
+            setup.pool("verified", plan) as verified,
+            setup.pool("bare", bare) as unverified,
         ):
             nbytes = _calibrated(setup, unverified)
             cells[cell] = setup.compare(
@@ -260,10 +266,8 @@ def scheduled(setup: Setup) -> Cells:
             continue
         plan = setup.plan(str(shape), batch_nbytes=pages * shape.object_nbytes, inflight=1)
         with (
-            filled_pool(
-                setup.directory, "scheduled", replace(plan, scheduled=True), setup.progress
-            ) as slack,
-            filled_pool(setup.directory, "plain", plan, setup.progress) as plain,
+            setup.pool("scheduled", replace(plan, scheduled=True)) as slack,
+            setup.pool("plain", plan) as plain,
         ):
             nbytes = _calibrated(setup, plain)
             found = setup.compare(
@@ -367,7 +371,7 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
         with (
             needed if plan.hugepages else nullcontext(),
             fio_file(setup.directory, job.size_nbytes),
-            filled_pool(setup.directory, "compare", plan, setup.progress) as workload,
+            setup.pool("compare", plan) as workload,
         ):
             if phase == "layerwise":
                 round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)

@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"cases:\n{names}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("cases", nargs="+", choices=[*CASES, "all"], metavar="CASE")
-    parser.add_argument("--dir", default=".", help="folder for the files (default: %(default)s)")
+    parser.add_argument(
+        "--dir",
+        nargs="+",
+        default=["."],
+        help="folders: Tutti's pools have a file in each, all else is in the first",
+    )
     parser.add_argument(
         "--out", default="bench/results", help="folder for the results (default: %(default)s)"
     )
@@ -76,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def setup_of(args: argparse.Namespace) -> Setup:
     """What every case needs to know."""
     return Setup(
-        directory=Path(args.dir),
+        directories=tuple(map(Path, args.dir)),
         pairs=args.pairs,
         size_nbytes=parse_nbytes(args.size),
         round_s=args.seconds,
@@ -100,6 +105,7 @@ def run_case(name: str, setup: Setup) -> dict[str, Any]:
         "question": CASES[name].__doc__,
         "cells": CASES[name](setup),
         "size_nbytes": setup.size_nbytes,
+        "members": len(setup.directories),
         "machine": describe(setup.directory),
     }
 
@@ -127,7 +133,14 @@ def report(result: dict[str, Any]) -> str:
             ]
         )
     lines = [f"{result['case']}: {result['question']}"]
+    notes += members_note(result)
     return "\n".join(lines + ([table(headers, rows)] if rows else []) + notes)
+
+
+def members_note(result: dict[str, Any]) -> list[str]:
+    """That a pool had several members, and what it is compared with had one folder."""
+    members = result.get("members", 1)
+    return [f"Tutti: {members} members; all else in the first folder"] if members > 1 else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:

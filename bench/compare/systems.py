@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +63,12 @@ class PoolPlan:
 
 @contextmanager
 def filled_pool(
-    directory: Path, name: str, plan: PoolPlan, progress: ProgressFactory
+    directories: Sequence[Path], name: str, plan: PoolPlan, progress: ProgressFactory
 ) -> Iterator[PoolWorkload]:
     """A pool that was written in full once, by puts that filled all of it."""
-    path, layout = str(directory / f"{name}.tutti"), plan.shape.layout()
     with temporary_pool(
-        [path],
-        layout,
+        [str(directory / f"{name}.tutti") for directory in directories],
+        plan.shape.layout(),
         plan.capacity_nbytes,
         config=StoreConfig(verify=plan.verify),
         engine={"profile": AUTO if plan.scheduled else None},

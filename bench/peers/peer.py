@@ -18,7 +18,8 @@ class PeerPlan:
     """The same for all: pages, where they go, how many batches are kept.
 
     layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.  host_pages: how
-    the memory of pages gets large pages; empty: as each peer does it by itself.
+    the memory of pages gets large pages; empty: as each peer does it by itself.  others: further
+    directories, for further members of Tutti's pools.
     """
 
     directory: str
@@ -26,6 +27,7 @@ class PeerPlan:
     layout: str
     batches: int
     host_pages: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def page_nbytes(self) -> int:

@@ -64,13 +64,14 @@ class StorePeer(PlainPeer):
 
     def __init__(self, plan: PeerPlan) -> None:
         super().__init__(plan)
-        self._path = str(Path(plan.directory) / "store.tutti")
+        folders = (plan.directory, *plan.others)
+        self._paths = [str(Path(folder) / "store.tutti") for folder in folders]
         self._store: ObjectStore | None = None
 
     def open(self) -> None:
         """Formats and opens the pool."""
-        tutti.format([self._path], self._layout, self._plan.capacity_nbytes)
-        self._store = tutti.open([self._path], self._layout)
+        tutti.format(self._paths, self._layout, self._plan.capacity_nbytes)
+        self._store = tutti.open(self._paths, self._layout)
         self._store.register(self._memory)
 
     def close(self) -> None:

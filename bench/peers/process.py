@@ -45,7 +45,7 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
         "class_name": "TuttiHiCacheStorage",
         "interface_v1": 1,
         "allow_unwatched_weights": True,
-        "path": plan.directory,
+        "path": [plan.directory, *plan.others] if plan.others else plan.directory,
         "capacity": plan.capacity_nbytes,
     }
     if plan.host_pages:

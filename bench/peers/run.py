@@ -38,6 +38,7 @@ LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 PHASES = ("store", "load")
 _BASE = "hicache-tutti"
 _TIMEOUT_S = 300.0
+_PREFIX = "tutti-peers-"
 _LOAD_BAR = 1.05  # times the best peer's loads
 _EXISTS_PAGES = 1024
 
@@ -108,7 +109,12 @@ class Sample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench peers`."""
-    parser.add_argument("--dir", default=".", help="folder for the files of all peers")
+    parser.add_argument(
+        "--dir",
+        nargs="+",
+        default=["."],
+        help="folders: Tutti's pools have a file in each, the files of all others are in the first",
+    )
     parser.add_argument(
         "--peers",
         nargs="+",
@@ -155,8 +161,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Measures; the result for JSON.  Raises TuttiError."""
     if args.rounds < 1 or args.launches < 1 or args.batches < 2:
         raise ConfigError("give at least one round, one launch and two batches")
-    if not os.path.isdir(args.dir):
-        raise ConfigError(f"{args.dir} is not a directory; make it, or name another with --dir")
+    for folder in args.dir:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{folder} is not a directory; make it, or name another with --dir")
     skipped = {
         name: why
         for name in args.peers
@@ -168,6 +175,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return {
         "benchmark": "peers",
         "layout": args.layout,
+        "members": len(args.dir),
         "host_pages": args.host_pages or "each as it does by itself",
         "batch_pages": BATCH_PAGES,
         "rounds": args.rounds,
@@ -178,7 +186,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             for tokens in args.page_tokens
         },
         "versions": _versions(),
-        "machine": describe(args.dir),
+        "machine": describe(args.dir[0]),
     }
 
 
@@ -218,14 +226,14 @@ class _Measured:
 class _Worker:
     """One peer at work in a folder of its own, which goes with it."""
 
-    def __init__(
-        self, name: str, plan: PeerPlan, folder: Path, stack: ExitStack, *, allow_sysctl: bool
-    ) -> None:
+    def __init__(self, name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
         self.name, self._batches, self._next = name, plan.batches, 0
-        directory = folder / name
-        directory.mkdir()
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        own = replace(plan, directory=str(directory))
+        directories = [Path(folder) / name for folder in (plan.directory, *plan.others)]
+        for directory in directories:
+            directory.mkdir()
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        first, *others = map(str, directories)
+        own = replace(plan, directory=first, others=tuple(others))
         self._asker: Any = (
             FioPeer(name, own, stack, allow_sysctl=allow_sysctl)
             if name in FIO
@@ -264,9 +272,14 @@ def _measure(
     steps = args.launches * (_warming(plan) * len(names) + args.rounds * 2 * len(others))
     with progress(f"pages of {tokens} tokens", steps) as bar:
         for number in range(args.launches):
-            with tempfile.TemporaryDirectory(prefix="tutti-peers-", dir=args.dir) as folder:
+            with ExitStack() as stack:
+                first, *more = (
+                    stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where))
+                    for where in args.dir
+                )
                 ordered = others if number % 2 == 0 else others[::-1]
-                _launch(args, replace(plan, directory=folder), ordered, found, bar)
+                placed = replace(plan, directory=first, others=tuple(more))
+                _launch(args, placed, ordered, found, bar)
     return _cell(found, plan, args.rounds)
 
 
@@ -286,8 +299,7 @@ def _launch(
     rounds = args.rounds
 
     def start(name: str, stack: ExitStack) -> _Worker:
-        folder = Path(plan.directory)
-        worker = _Worker(name, plan, folder, stack, allow_sysctl=args.allow_sysctl)
+        worker = _Worker(name, plan, stack, allow_sysctl=args.allow_sysctl)
         for _ in range(_warming(plan)):
             worker.round()
             bar.advance(1)
@@ -372,7 +384,14 @@ def report(result: dict[str, Any]) -> str:
         parts.append(table(HEAD, rows_of(cell)))
         parts += notes_of(cell)
     parts += [f"skipped: {name} ({why})" for name, why in result["skipped"].items()]
+    parts += members_note(result)
     return "\n".join(parts)
+
+
+def members_note(result: dict[str, Any]) -> list[str]:
+    """That Tutti's pools had several members, and all others one folder."""
+    members = result.get("members", 1)
+    return [f"Tutti's pools: {members} members; all else in the first folder."] * (members > 1)
 
 
 HEAD = [

@@ -226,6 +226,24 @@ def test_files_and_fio_on_hugepages_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert "bar 1.5" not in found["bar"], "the bar is that of files on ordinary pages"
 
 
+def test_pools_have_a_member_in_each_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / name for name in ("left", "right", "out")]
+    for folder in folders:
+        folder.mkdir()
+    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1", "--only", "retrieve, 1 "]
+    places = ["--dir", *map(str, folders[:2]), "--out", str(folders[2])]
+    assert compare.main(["scheduled", *places, *small]) == 0
+    result = json.loads((folders[2] / "scheduled.json").read_text())
+    (cell,) = result["cells"].values()
+    assert cell["a"]["facts"]["members"] == result["members"] == 2
+    assert "2 members; all else in the first folder" in capsys.readouterr().out
+    page = "<!-- result: scheduled -->\n<!-- end -->"
+    assert "2 members" in render(page, folders[2])
+    assert not any(any(folder.iterdir()) for folder in folders[:2])
+
+
 def test_what_scheduling_costs_is_compared_with_the_bar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from tutti.bench.peers.hicache import HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
-from tutti.bench.peers.process import PeerProcess, make_peer
+from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
@@ -188,6 +188,39 @@ def test_a_run_compares_what_is_there_and_names_what_is_not(
     (tmp_path / "peers.json").write_text(json.dumps(result))
     page = render("<!-- result: peers -->\n<!-- end -->", tmp_path)
     assert "| file-per-page | load |" in page
+
+
+def test_tuttis_pools_have_a_member_in_each_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("left", "right")]
+    for folder in folders:
+        folder.mkdir()
+    there: set[tuple[str, ...]] = set()
+    rounds = peers._rounds
+
+    def watched(*given: Any) -> None:
+        rounds(*given)
+        there.add(
+            tuple(sorted(f.relative_to(tmp_path).parts[0] for f in tmp_path.rglob("*.tutti")))
+        )
+
+    monkeypatch.setattr(peers, "_BASE", "store")
+    monkeypatch.setattr(peers, "_rounds", watched)
+    args = arguments(tmp_path, "--peers", "store", "file-per-page")
+    args.dir = [str(folder) for folder in folders]
+    result = peers.run(args, progress)
+    assert there == {("left", "right")}
+    assert result["members"] == 2
+    assert "2 members; all else in the first folder" in peers.report(result)
+    assert not any(any(folder.iterdir()) for folder in folders)
+
+
+def test_sglangs_storage_is_given_all_folders(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    assert _sglang_backend("hicache-tutti", plan)[1]["path"] == str(tmp_path)
+    several = replace(plan, others=("b",))
+    assert _sglang_backend("hicache-tutti", several)[1]["path"] == [str(tmp_path), "b"]
 
 
 def test_nothing_to_run_and_bad_numbers_are_errors(

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from tutti.bench import store_results
-from tutti.bench.store_results import STEPS, Places, Result
+from tutti.bench.store_results import STEPS, Places, Result, words_of
 from tutti.bench.summary import render
 from tutti.errors import ConfigError
 
 RING = "tutti.cli bench ring --commands 2000 --repeats 1 --depths 64 --batches 1 --json"
+#: What measures no drive, or takes one folder.
+ONE_FOLDER = {"threads", "ring", "submit", "slack-file", "decisions", "profile", "paths"}
+ONE_FOLDER |= {"residency", "residency-moving", "second-tier"}
 COMMIT = "0123456789ab"
 
 
@@ -30,7 +33,7 @@ def run(
     tmp_path: Path, *steps: Result, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> dict[str, str]:
     monkeypatch.setattr(store_results, "STEPS", steps)
-    manifest = store_results.run(Places(".", tmp_path), log=lambda _: None, **more)
+    manifest = store_results.run(Places(["."], tmp_path), log=lambda _: None, **more)
     assert json.loads((tmp_path / "store-run.json").read_text()) == manifest
     return {step["name"]: step["outcome"] for step in manifest["steps"]}
 
@@ -146,13 +149,13 @@ def test_numbers_have_a_commit(
 ) -> None:
     monkeypatch.setattr(store_results, "describe", lambda _: {"commit": commit})
     with pytest.raises(ConfigError, match="commit what has changed"):
-        store_results.run(Places(".", tmp_path))
+        store_results.run(Places(["."], tmp_path))
     assert not any(tmp_path.iterdir())
 
 
 def test_names_are_those_of_the_results(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose from peers, peers-same-pages, peers-collapse"):
-        store_results.run(Places(".", tmp_path), only=["bandwith-fio"])
+        store_results.run(Places(["."], tmp_path), only=["bandwith-fio"])
     page = (Path(__file__).parents[2] / "docs/results.md").read_text()
     shown = set(re.findall(r"<!-- result: ([\w-]+) -->", page))
     assert {step.name for step in STEPS} <= shown, "every result has a place on the page"
@@ -162,7 +165,7 @@ def test_bandwidth_of_prompts_is_shown(tmp_path: Path, capsys: pytest.CaptureFix
     from tutti import cli
 
     (step,) = (step for step in STEPS if step.name == "contexts")
-    words = step.words.format(dir=tmp_path, out="", trace="").split()[1:]
+    words = words_of(step, Places([str(tmp_path)], tmp_path), "")[1:]
     cut = words.index("--contexts")
     assert [int(word) for word in words[cut + 1 :]] == [1024 << i for i in range(8)]
     small = ["--contexts", "64", "128", "--seconds", "0.01", "--memory", "8MiB"]
@@ -178,7 +181,9 @@ def test_every_command_is_one_that_exists() -> None:
     from tutti.cli import build_parser
 
     for step in STEPS:
-        words = step.words.format(dir=".", out="o", trace="t").split()
+        words = words_of(step, Places(["left", "right"], Path("o"), "t"), "o")
+        several = "{dirs}" in step.words
+        assert ("right" in words) is several and several is (step.name not in ONE_FOLDER)
         if words[0] == "tutti.cli":
             build_parser(words[1:]).parse_args(words[1:])
         else:
