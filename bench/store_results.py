@@ -100,7 +100,7 @@ STEPS = (
     _compare("index", 240),
     Result("ring", "tutti.cli bench ring --json", 120, prints=True),
     _compare("digest", 60),
-    Result("profile", "tutti.cli profile --medium {dir} --out {out}/profile.json", 240,
+    Result("profile", "tutti.cli profile --medium {dirs} --out {out}/profile.json", 240,
          picture="speed over bytes and slice size, and the estimated times of layers"),
     Result("agent", "tutti.cli bench agent --dir {dirs} --rounds 1000 --json", 120, prints=True),
     Result("second-tier", "tutti.cli bench second-tier --dir {dir} --json", 300, prints=True),

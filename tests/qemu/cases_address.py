@@ -14,6 +14,7 @@ import pytest
 from crash.objects import as_rows, content_of
 
 import tutti
+from qemu.benches import BENCHES, check_bench
 from qemu.cases_drive import SLOW, Mover, ends, wait_for
 from qemu.inside import Drives
 from store.pools import LAYOUT
@@ -103,6 +104,14 @@ def test_two_drives_and_a_process_that_is_killed(drives: Drives, tmp_path: Path)
         assert isinstance(store.controller, SpanController)
         store.wait_recovered(60)
         check_all(store)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_benches(
+    drives: Drives, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = names_of(drives, LEFT, RIGHT)
+    check_bench(name, names, tmp_path, capsys, force=["left", "right"])
 
 
 def test_addresses_that_do_not_do(drives: Drives, tmp_path: Path) -> None:

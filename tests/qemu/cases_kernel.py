@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from nvme_host import LBA, READ, WRITE, NvmeHost
 from parity.test_controllers import cut, gather, scatter, spread
 
 import tutti
+from qemu.benches import BENCHES, check_bench
 from qemu.inside_kernel import KINDS, generic, members, namespaces, zero
 from store.pools import LAYOUT
 from tutti import cli
@@ -120,6 +122,15 @@ def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) 
                 store.clear()
                 assert store.match(as_rows(keys)) == 0
     assert cli.main(["fsck", *paths]) == 0
+
+
+@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("place", ["generic", "block"])
+def test_benches(place: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = places()[place]
+    for path in paths:
+        zero(path.replace("/dev/ng", "/dev/nvme"))
+    check_bench(name, paths, tmp_path, capsys)
 
 
 def test_each_drive_is_forced_by_its_own_number(capsys: pytest.CaptureFixture[str]) -> None:
