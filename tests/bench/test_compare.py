@@ -9,8 +9,6 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,13 +18,13 @@ import pytest
 
 from tutti.base.terminal import progress
 from tutti.bench import fio, freshness
-from tutti.bench.compare import cases, commits, systems
+from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
 from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
-from tutti.bench.fio import FioJob, FioResult, hugepages_of, parse_fio, reserved_hugepages
+from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import CHANGED, DEPENDS, UNKNOWN, depends, has_history, why_stale
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
@@ -171,77 +169,6 @@ def test_no_pairs_are_refused() -> None:
     system = rounds([], "a", 1.0, 1.0)
     with pytest.raises(ConfigError, match="0 pairs"):
         compare_pairs(system, system, pairs=0, progress=progress)
-
-
-def test_a_case_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cases, "reserved_hugepages", lambda *_, **__: refused())
-    out = tmp_path / "results"
-    cell = "store, direct, batches of 8 MiB"
-    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", cell]
-    status = compare.main(["files", "--dir", str(tmp_path), "--out", str(out), *small])
-    assert status == 0
-    text = (out / "files.json").read_text()
-    result = json.loads(text)
-    assert list(result["cells"]) == [cell, f"{cell}, all on hugepages"]
-    assert result["cells"][cell]["pairs"] == 1
-    assert result["cells"][cell]["a"]["facts"]["scheduled"], "as tutti.open gives it"
-    assert result["cells"][f"{cell}, all on hugepages"] == {"not_measured": "none reserved"}
-    assert str(tmp_path) not in text
-    out_text = capsys.readouterr().out
-    assert "files, direct" in out_text
-    if shutil.which("fio"):
-        bound = result["cells"][cell]["bound"]
-        assert bound["facts"]["engine_memory_nbytes"] == 32 << 20
-        assert bound["facts"]["nbytes"] == result["cells"][cell]["a"]["facts"]["nbytes"]
-        assert "fio write with as much memory" in out_text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["results"], "files were left behind"
-
-
-@contextmanager
-def refused() -> Iterator[None]:
-    raise Unsupported("none reserved")
-    yield
-
-
-def test_files_and_fio_on_hugepages_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[FioJob] = []
-
-    def run_fio(job: FioJob) -> FioResult:
-        jobs.append(job)
-        return FioResult(job.io_nbytes, 1.0, 0.5, "fio-none")
-
-    monkeypatch.setattr(cases, "reserved_hugepages", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(cases.shutil, "which", lambda _: "fio")
-    monkeypatch.setattr(systems, "run_fio", run_fio)
-    monkeypatch.setattr(systems, "prepare_file", lambda path, _: Path(path).touch())
-    cell = "retrieve, direct, batches of 8 MiB, all on hugepages"
-    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", cell]
-    assert compare.main(["files", "--dir", str(tmp_path), "--out", str(tmp_path), *small]) == 0
-    found = json.loads((tmp_path / "files.json").read_text())["cells"][cell]
-    assert found["b"]["facts"]["backing"] == found["a"]["facts"]["backing"] != "pages"
-    assert {(job.hugepages, job.iodepth * job.block_nbytes) for job in jobs} == {(True, 32 << 20)}
-    assert found["b"]["facts"]["engine_memory_nbytes"] == 32 << 20
-    assert "bar 1.5" not in found["bar"], "the bar is that of files on ordinary pages"
-
-
-def test_pools_have_a_member_in_each_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = [tmp_path / name for name in ("left", "right", "out")]
-    for folder in folders:
-        folder.mkdir()
-    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1", "--only", "retrieve, 1 "]
-    places = ["--dir", *map(str, folders[:2]), "--out", str(folders[2])]
-    assert compare.main(["scheduled", *places, *small]) == 0
-    result = json.loads((folders[2] / "scheduled.json").read_text())
-    (cell,) = result["cells"].values()
-    assert cell["a"]["facts"]["members"] == result["members"] == 2
-    assert "2 members; all else in the first folder" in capsys.readouterr().out
-    page = "<!-- result: scheduled -->\n<!-- end -->"
-    assert "2 members" in render(page, folders[2])
-    assert not any(any(folder.iterdir()) for folder in folders[:2])
 
 
 def test_what_scheduling_costs_is_compared_with_the_bar(
