@@ -60,7 +60,7 @@ def test_a_store_without_a_thread_for_expiry_closes(
 
 def test_an_opening_without_a_thread_for_puts_leaves_the_scheduler(refuse: Refuse) -> None:
     gc.collect()
-    schedule, before = Schedule(Linear()), dict(dispatcher._shared)
+    schedule, before = Schedule(Linear()), list(dispatcher._shared)
     controller = controller_of(formatted())
     refuse("tutti-puts")
     with pytest.raises(CapacityError, match="tutti-puts"):
