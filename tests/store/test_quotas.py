@@ -35,7 +35,9 @@ def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
     path = tmp_path / "s"
     process = start_process(path, tmp_path, *options)
     try:
-        with NodeStore(str(path), LAYOUT, "32MiB") as store:
+        # Without a schedule a put is one plan; of one in parts, the agent is not asked about those
+        # behind the part that was cut.
+        with NodeStore(str(path), LAYOUT, "32MiB", profile=None) as store:
             memory = store.allocate_memory(16)
             fill(memory, range(16), rng)
             keys = some_keys(rng, 40)
