@@ -93,8 +93,8 @@ def at_every_instruction(
 ) -> int:
     """Interrupts `call` once at each of its instructions; how many there are.
 
-    step: at every so many-th only, from the first on.  A call may be shorter than others, or lose its interrupt in a
-    hook that may not fail: it ends with several in a row.
+    step: at every so many-th only, from the first on.  A call may be shorter than others, or lose
+    its interrupt in a hook that may not fail: it ends with several in a row.
     """
     instruction, ended = first, 0
     while ended < 5:  # bounded by the length of the call
@@ -118,7 +118,7 @@ CALLS: dict[str, Callable[[ObjectStore, np.ndarray, Any], object]] = {
     "stats": lambda store, keys, pool: store.stats(),
 }
 RNG = np.random.default_rng(0)
-#: One of so many instructions is tried, others with other seeds: this call reads /proc and has many.
+#: One of so many instructions is tried, by the seed: this call reads /proc, which has many.
 STEPS = {"memory": 7}
 
 
