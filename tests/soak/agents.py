@@ -126,7 +126,8 @@ class Campaign:
         with open(os.devnull, "w") as nothing:
             for number in (1, 2):
                 os.dup2(nothing.fileno(), number)
-        options = ("--folder", POOLS, "--capacity", "1GiB", "--socket", SOCKET)
+        # A put that meets a stopped agent waits for its time-out.
+        options = ("--folder", POOLS, "--capacity", "1GiB", "--socket", SOCKET, "--timeout", "10")
         status = cli.main(["serve", *options])
         if status:
             raise Finding(f"the agent ended with status {status}")

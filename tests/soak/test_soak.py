@@ -35,6 +35,7 @@ def test_a_minute_of_everything(tmp_path: Path, seed: int) -> None:
     assert sum(n for name, n in counts.items() if name.startswith("faults ")) > 0
 
 
+@pytest.mark.timeout(600)
 def test_agents_and_clients_are_killed_under_traffic(tmp_path: Path, seed: int) -> None:
     counts = soaked(tmp_path, seed, 1, "--only", "agents")  # one episode, however long it takes
     events = ("agents killed", "clients killed", "agents stopped")
