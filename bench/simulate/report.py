@@ -84,7 +84,7 @@ def _simulated_cells(point: dict[str, Any]) -> list[str]:
 
 
 def _varies(point: dict[str, Any]) -> bool:
-    """Whether a setting changes the point.  Where steps are rounded to nanoseconds is no change."""
+    """Whether a setting changes the point; rounding of steps to nanoseconds does not count."""
     return point["low"] is not None and not isclose(point["low"], point["high"], rel_tol=1e-6)
 
 

@@ -91,7 +91,7 @@ class Clients:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Runs one client; it may fail in any way, and says why on its own output."""
+    """Runs one client; if it fails, its own output has the reason."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):

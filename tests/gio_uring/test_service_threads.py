@@ -155,7 +155,7 @@ def test_members_that_one_thread_each_serves(tmp_path: Path) -> None:
 
 
 def test_more_threads_than_files_are_an_error_of_open(tmp_path: Path) -> None:
-    """Not a smaller number that nobody hears of."""
+    """The number is never reduced silently."""
     paths = [str(tmp_path / name) for name in ("left", "right")]
     with pytest.raises(ConfigError, match="service_threads=3"):
         tutti.open(paths, LAYOUT, "8MiB", config=StoreConfig(service_threads=3))

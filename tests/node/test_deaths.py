@@ -214,7 +214,7 @@ def test_a_plan_has_the_digests_that_were_still_to_be_read(
 def test_a_put_does_not_wait_for_an_agent_that_hangs(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody looks anything up meanwhile, which would find it."""
+    """No look-up runs meanwhile, which would find it."""
     monkeypatch.setattr("tutti.node.agent_session._SEND_S", 0.0)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()

@@ -272,7 +272,7 @@ def test_too_many_writes_go_without_slack() -> None:
 def test_writes_wait_for_slack_while_the_put_that_the_step_ends_with_fits(
     tokens: int, forced: bool
 ) -> None:
-    """The first step tells how many pages a token has, the second how many come."""
+    """The first step gives the pages per token, the second the number of pages to expect."""
     one = drive(locked_pages=60, staged_pages=0)
     one.at(StepBegan(0, Phase.PREFILL, 4, 512))
     one.at(StepEnded(4 * MS))

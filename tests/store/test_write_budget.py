@@ -74,7 +74,7 @@ def test_what_is_written_today_begins_at_midnight(
         now_64s[0] += 674  # the last 64 s of the day
         store.put(keys[4:6], np.arange(4, 6)).wait()
         assert store.stats()["written_today_nbytes"] - first >= 2 * OBJECT_NBYTES
-        now_64s[0] += 1  # nobody asks before the first put of the day
+        now_64s[0] += 1  # before the first put of the day
         store.put(keys[6:], np.arange(6, 8)).wait()
         assert 2 * OBJECT_NBYTES <= store.stats()["written_today_nbytes"] < first
         now_64s[0] += 1350  # nothing is written on this day

@@ -78,7 +78,7 @@ def media_of(path: str) -> set[str]:
 
 
 def _drives(folder: Path) -> set[str]:
-    """Names of what is below a device, by its folder in sysfs; none where there is no folder."""
+    """Names of what is below a device, by its folder in sysfs; empty if it has no folder."""
     try:
         device = folder.resolve(strict=True)
     except OSError:

@@ -12,7 +12,7 @@ from typing import Protocol
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
-#: By each put: a drive that hung once, or a profile that was wrong, is not believed for ever.
+#: By each put: a drive that hung once, or a profile that was wrong, loses its effect over time.
 _FORGETS = 0.995
 
 
