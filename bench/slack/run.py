@@ -13,7 +13,7 @@ of writes can take away.
 The gap is what writes cost: the bubble of `none` less that of `bound`.  A policy is judged by the
 part of the gap that it closes, with every page stored.  `fluid` estimates the part that a scheduler
 could close that knows the future: with all of memory in use, and with room left for the largest
-put that fits.
+put that fits.  `at_most` is proven: no schedule closes more; see `lower_bound.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tutti.bench.slack import file as slack_file
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
 from tutti.bench.slack.fixed_window import FixedWindow
+from tutti.bench.slack.lower_bound import Rules, least_ns
 from tutti.bench.slack.server import LayeredServer, Measured, Noise, TruthNow, Uncorrected
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, in_bursts, recorded
 from tutti.bench.statistics import median, percentile
@@ -64,7 +65,7 @@ BARS = (
 _METRICS = (
     *("bubble_s", "first_token_s", "first_token_p99_s", "between_tokens_p99_s", "decode_slowdown"),
     *("backlog_pages_max", "backlog_pages_mean", "dropped_pages", "stored_pages", "drained_s"),
-    *("prediction_error", "forced_pages"),
+    *("prediction_error", "forced_pages", "decode_rest_s"),
 )
 
 #: What writes delay reads by under that estimate.
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                 for name in names:
                     runs[name].append(cell.run(name, requests, seed))
                     bar.advance(1)
+                runs["bound"][-1]["least_s"] = cell.least_s(requests, seed, runs["none"][-1])
             where = {"drive": drive, "gpu": gpu, "workload": workload, "condition": condition}
             served = {"fixed_share": cell.fixed_share, "limits": asdict(cell.limits)}
             rows.append({**where, **served, **_row(runs, condition)})
@@ -186,18 +188,7 @@ class _Cell:
 
     def run(self, name: str, requests: Sequence[SlackRequest], seed: int) -> dict[str, float]:
         """One policy: every number of ``_METRICS``."""
-        policy, profile = policy_of(name, self._truth, self.limits, self.fixed_share)
-        conditions = self._condition.of(self._truth.drive)
-        server = LayeredServer(
-            self._truth,
-            requests,
-            policy,
-            profile,
-            noise=Noise(),
-            seed=seed,
-            whole=name == "whole",
-            conditions=conditions,
-        )
+        server = self._server(name, requests, seed)
         if self._space is not None and name != "bound":  # which drops everything
             server.has(self._space)
         if name in UNCORRECTED:
@@ -212,6 +203,34 @@ class _Cell:
             for key, pages in zip(_FLUID, (pages_max, pages_max // 2), strict=True):
                 found[key] = server.fluid.delayed_s(largest, pages, page_ns)
         return found
+
+    def least_s(self, requests: Sequence[SlackRequest], seed: int, none: dict[str, float]) -> float:
+        """The least waiting of any schedule that stores as much as `none`."""
+        truth, memory = self._truth, self._space or self.limits
+        memories = (memory.locked_pages, memory.staged_pages)
+        drive, drift = truth.drive, self._condition.drift
+        rules = Rules(
+            memories,
+            truth.model.page_nbytes / drive.write_bytes_per_s * 1e9,
+            min(drift) if drift else drive.interference,
+            drive.latency_us * 1e3,
+        )
+        prefills = self._server("none", requests, seed).prefills()
+        fit = sum(one.pages for one in prefills if one.pages <= max(memories))
+        return least_ns(prefills, rules, max(0, fit - round(none["stored_pages"]))) / 1e9
+
+    def _server(self, name: str, requests: Sequence[SlackRequest], seed: int) -> LayeredServer:
+        policy, profile = policy_of(name, self._truth, self.limits, self.fixed_share)
+        return LayeredServer(
+            self._truth,
+            requests,
+            policy,
+            profile,
+            noise=Noise(),
+            seed=seed,
+            whole=name == "whole",
+            conditions=self._condition.of(self._truth.drive),
+        )
 
 
 def policy_of(
@@ -246,6 +265,7 @@ def numbers(measured: Measured) -> dict[str, float]:
         "drained_s": measured.drained_s,
         "prediction_error": measured.prediction_error,
         "forced_pages": measured.forced_pages,
+        "decode_rest_s": measured.decode_rest_s,
     }
 
 
@@ -264,6 +284,7 @@ def _row(runs: dict[str, list[dict[str, float]]], condition: str) -> dict[str, A
         "closed": closed,
         "closed_by_seed": _by_seed(runs, "slack"),
         "fluid": [] if closed is None else [1 - delayed_s[key] / gap_s for key in _FLUID],
+        "at_most_by_seed": [] if closed is None else _at_most(runs),
         "closed_by_wrong": {name: gap_closed(policies, name)[1] for name in wrong},
         "wrong_by_seed": {name: _by_seed(runs, name) for name in wrong},
         "missed_by_wrong": {
@@ -281,6 +302,19 @@ def _by_seed(runs: dict[str, list[dict[str, float]]], name: str) -> list[float |
     names = ("none", "bound", name)
     rows = zip(*(runs[one] for one in names), strict=True)
     return [gap_closed(dict(zip(names, row, strict=True)), name)[1] for row in rows]
+
+
+def _at_most(runs: dict[str, list[dict[str, float]]]) -> list[float]:
+    """The part of the gap that any schedule can close, with each seed.
+
+    What is bounded includes the rest of a decode step that runs when a request arrives.
+    """
+    found = []
+    for none, bound in zip(runs["none"], runs["bound"], strict=True):
+        none_s, bound_s = (one["bubble_s"] + one["decode_rest_s"] for one in (none, bound))
+        gap_s = none_s - bound_s
+        found.append(min(1.0, (none_s - bound["least_s"]) / gap_s) if gap_s > 0 else 1.0)
+    return found
 
 
 def gap_closed(policies: dict[str, dict[str, float]], name: str) -> tuple[float, float | None]:

@@ -19,6 +19,7 @@ from tutti.bench.simulate.device import READ, Device, Timeline, Writes
 from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.fluid import Fluid
+from tutti.bench.slack.lower_bound import Prefill
 from tutti.bench.slack.workload import SlackRequest
 from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
@@ -56,6 +57,7 @@ class Measured:
     """What a run is judged by.  Times in seconds."""
 
     bubble_s: float = 0.0
+    decode_rest_s: float = 0.0  # first prefills of a queue waited for the end of a decode step
     first_token_s: list[float] = field(default_factory=list)
     bubbles_s: list[float] = field(default_factory=list)  # of each request that hit
     between_tokens_s: list[float] = field(default_factory=list)
@@ -208,6 +210,22 @@ class LayeredServer:
     @property
     def _is_busy(self) -> bool:
         return self._left > 0 or bool(self.state.writes)
+
+    def prefills(self) -> list[Prefill]:
+        """What every policy is given, for the lower bound."""
+        model, found = self._machine.model, []
+        for request, factors in zip(self._requests, self._layer_factors.tolist(), strict=True):
+            layer_ns = self._machine.layer_us(request.new_tokens, request.hit_tokens) * 1000
+            nbytes = request.hit_tokens * model.token_nbytes // model.layers
+            found.append(
+                Prefill(
+                    request.arrival_ns,
+                    tuple(round(layer_ns * factor) for factor in factors),
+                    nbytes / self._machine.drive.read_bytes_per_s * 1e9,
+                    request.new_tokens // model.page_tokens,
+                )
+            )
+        return found
 
     def has(self, space: SpaceKnown) -> None:
         """Says what of its memory may wait to be written, as SGLang's linker does at its start."""
@@ -415,4 +433,6 @@ class LayeredServer:
         before = len(self._running)
         self._running = [one for one in self._running if one.left > 0]
         self._left -= before - len(self._running)
+        if self._queue:
+            measured.decode_rest_s += (now_ns - self._requests[self._queue[0]].arrival_ns) / 1e9
         self._next_step()

@@ -1,0 +1,143 @@
+"""The lower bound of what prefills wait: below every schedule, and not far below the best one."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import pytest
+
+from tutti import cli
+from tutti.bench.simulate.hardware import machine
+from tutti.bench.slack import run as slack
+from tutti.bench.slack.lower_bound import Prefill, Rules, least_ns, most_waiting
+from tutti.scheduler.policy import Limits
+
+
+def exhaustive(prefills: list[Prefill], memories: tuple[int, int]) -> float:
+    """The least waiting of every order of reads and writes of unit length on one drive, idle time
+    included.  Directions take turns (interference 2), a page takes one unit, no put is dropped.
+    """
+    layers = [(n, layer) for n, one in enumerate(prefills) for layer in range(len(one.layers_ns))]
+    reads = [(n, int(prefills[n].read_ns)) for n, _ in layers]
+    ends = sum(one.arrival_ns + sum(one.layers_ns) + one.pages for one in prefills)
+    limit = int(ends + sum(left for _, left in reads)) + 1
+
+    def packs(puts: tuple[int, ...]) -> bool:
+        sums = {0}
+        for pages in puts:
+            sums |= {some + pages for some in sums if some + pages <= memories[0]}
+        return any(sum(puts) - some <= memories[1] for some in sums)
+
+    @cache
+    def least(now: int, at: int, left: int, read: int, part: int, puts: tuple[int, ...]) -> float:
+        """puts: pages to write of each prefill that ended, 0 once all are."""
+        if not packs(tuple(int(prefills[n].pages) for n, some in enumerate(puts) if some)):
+            return float("inf")
+        if at == len(layers):
+            return 0.0
+        if now > limit:
+            return float("inf")
+        number, layer = layers[at]
+        waits = 0.0
+        if not left and prefills[number].arrival_ns <= now:
+            if read > at:
+                left = int(prefills[number].layers_ns[layer])
+            else:
+                waits = 1.0
+        steps = [(read, part, puts)]
+        if read < len(layers) and prefills[reads[read][0]].arrival_ns <= now:
+            more = part + 1
+            steps.append((read + 1, 0, puts) if more >= reads[read][1] else (read, more, puts))
+        for n, some in enumerate(puts):
+            if some:
+                steps.append((read, part, (*puts[:n], some - 1, *puts[n + 1 :])))
+        found = float("inf")
+        for reads_now, part_now, puts_now in steps:
+            at_now, left_now = at, left
+            if left_now:
+                left_now -= 1
+                if not left_now:
+                    at_now += 1
+                    if at_now == len(layers) or layers[at_now][0] != number:
+                        puts_now = (*puts_now, int(prefills[number].pages))
+            found = min(found, least(now + 1, at_now, left_now, reads_now, part_now, puts_now))
+        return found + waits
+
+    return least(0, 0, 0, 0, 0, ())
+
+
+def drawn(rng: random.Random) -> list[Prefill]:
+    found, arrival = [], 0
+    for _ in range(rng.choice((2, 3, 4))):
+        layers = tuple(float(rng.choice((1, 1, 2))) for _ in range(2))
+        found.append(Prefill(arrival, layers, float(rng.choice((1, 2))), rng.choice((0, 1, 2, 3))))
+        arrival += rng.choice((0, 2, 4, 7))
+    return found
+
+
+def test_no_schedule_of_a_small_case_waits_less(seed: int) -> None:
+    rng, equal, delayed = random.Random(seed), 0, 0
+    cases = 60
+    for number in range(cases):
+        prefills, memories = drawn(rng), rng.choice(((3, 0), (3, 3), (4, 2)))
+        best = exhaustive(prefills, memories)
+        bound = least_ns(prefills, Rules(memories, 1.0, 2.0))
+        assert bound <= best + 1e-9, (seed, number, prefills, memories)
+        equal += bound >= best - 1e-9
+        free = [Prefill(one.arrival_ns, one.layers_ns, one.read_ns, 0) for one in prefills]
+        delayed += best > exhaustive(free, memories)
+    assert delayed and equal > cases / 2, (seed, equal, delayed)
+
+
+def test_what_memory_cannot_keep_delays_reads() -> None:
+    """One load after another, and no gap: only the last two puts need not be written before."""
+    prefills = [Prefill(0, (1.0, 1.0), 3.0, 3) for _ in range(4)]
+    without = least_ns(prefills, Rules((100, 100), 1.0, 2.0))
+    assert without == 4 * 2 * 3 + 1 - 4 * 2
+    assert least_ns(prefills, Rules((3, 3), 1.0, 2.0)) == without - 1 + 2 * 3
+    assert exhaustive(prefills, (3, 3)) == without - 1 + 2 * 3
+    # Both directions at once do more; and what need not be stored does not delay.
+    assert least_ns(prefills, Rules((3, 3), 1.0, 1.5)) == without - 1 + 3
+    assert least_ns(prefills, Rules((3, 3), 1.0, 1.0)) == without
+    assert least_ns(prefills, Rules((3, 3), 1.0, 2.0), droppable=3) == without - 1 + 3
+
+
+def test_a_memory_holds_whole_puts() -> None:
+    assert most_waiting([5, 5, 5, 3, 2], (8, 6)) == [5, 10, 10, 13, 13]
+    assert most_waiting([9], (8, 6)) == [0]
+    assert most_waiting([9, 2], (1 << 40, 0)) == [9, 11]
+
+
+@pytest.mark.parametrize("condition", ["little memory", "drift", "linker limits", "bursts"])
+@pytest.mark.parametrize("drive", ["D5-P5336", "2x D7-PS1010, mild"])
+def test_no_policy_waits_less(condition: str, drive: str, seed: int) -> None:
+    """On the simulated server, with decode steps; each against what it stores itself."""
+    truth, limits = machine(drive, "H100"), Limits(locked_pages=256, staged_pages=256)
+    cell = slack._Cell(truth, "agents", condition, limits)
+    requests = cell.requests(40, seed)
+    for name in slack.POLICIES:
+        found = cell.run(name, requests, seed)
+        waited_s = found["bubble_s"] + found["decode_rest_s"]
+        assert cell.least_s(requests, seed, found) <= waited_s + 1e-6, (seed, name)
+
+
+def test_the_command_says_what_no_schedule_can_close(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "slack", "--requests", "40", "--seeds", "1", "--gpus", "H100"]
+    words += ["--drives", "D5-P5336", "--workloads", "agents", "--conditions", "little memory"]
+    assert cli.main([*words, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    [most] = row["at_most_by_seed"]
+    assert 0 < row["closed"] < most < 1
+    assert cli.main(words) == 0
+    assert f"than {most:.0%} little memory, D5-P5336, H100, agents" in capsys.readouterr().out
+
+
+def test_the_bound_is_that_of_a_run_without_writes_if_nothing_is_stored(seed: int) -> None:
+    truth = machine("D5-P5336", "H100")
+    cell = slack._Cell(truth, "agents", "steady", Limits())
+    requests = cell.requests(60, seed)
+    found = cell.run("bound", requests, seed)
+    waited_s = found["bubble_s"] + found["decode_rest_s"]
+    assert cell.least_s(requests, seed, found) == pytest.approx(waited_s, rel=0.02)
