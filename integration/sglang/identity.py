@@ -23,9 +23,10 @@ from tutti import __version__
 from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.options import LINKER_OPTIONS, OPTIONS
 from tutti.integration.sglang.rank_members import share
+from tutti.integration.sglang.scheduler_trace import traced
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
-from tutti.node.connect import AGENT, connect
+from tutti.node.connect import AGENT, connect, speeds_of
 from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
@@ -283,12 +284,16 @@ def _open(
         where = options["path"][0]
         _refuse_pools_own(options)
         capacity //= layout.world
+        if schedule is None and options["scheduler_trace"]:
+            schedule = traced(options, speeds_of(where), layout, f"{pool}-{parallel_rank.name}")
         profile = options["profile"] if schedule is None else schedule
         executor = options["executor"]
         return connect(where, layout, capacity, executor=executor, profile=profile), where
     place, ranks = parallel_rank.place_on_node
     file = str(pool_path("", layout, pool, parallel_rank))
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
+    if schedule is None and options["scheduler_trace"]:
+        schedule = traced(options, members, layout, f"{pool}-{parallel_rank.name}")
     store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
     return store, ", ".join(members)
 

@@ -161,6 +161,13 @@ OPTIONS: tuple[Option, ...] = (
         "estimated), a file of `tutti profile`, or off (no scheduling); auto takes an agent's",
     ),
     Option(
+        "scheduler_trace",
+        "str",
+        None,
+        "folder into which each rank writes what its scheduler was told and decided, for replays "
+        "(docs/scheduler.md)",
+    ),
+    Option(
         "service_threads",
         "int",
         None,

@@ -21,6 +21,7 @@ from tutti.integration.sglang.identity import (
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
+from tutti.integration.sglang.scheduler_trace import record_of
 from tutti.node.connect import speeds_of
 from tutti.profiles.at_open import find_profile, is_off, media_of, model_like
 from tutti.scheduler.dispatcher import GIVEN, Schedule
@@ -61,6 +62,7 @@ def open_stored_pools(
         limits = limits_of(options, pools)
         media = () if uses_agent(options) else media_of(options["path"])[1]
         schedule = Schedule(profile, limits, source=profile_source, media=media, puts=False)
+    schedule = record_of(options, f"linker-{parallel_rank.name}", schedule)
     try:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)

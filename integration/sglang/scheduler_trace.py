@@ -1,0 +1,41 @@
+"""The option `scheduler_trace`: what the scheduler of a rank was told and decided, in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ConfigError
+from tutti.medium.layout import KVLayout
+from tutti.profiles.at_open import Speeds, find_schedule
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.profile import TableProfile
+from tutti.scheduler.trace import TraceFile
+
+
+def record_of(options: Mapping[str, Any], name: str, schedule: Schedule | None) -> Schedule | None:
+    """The schedule, recorded into NAME.trace where the options say so.
+
+    Pools that join the queue of another are recorded with it: their own file has no events.
+    Raises ConfigError where that is not possible.
+    """
+    folder = options["scheduler_trace"]
+    if not folder:
+        return schedule
+    if schedule is None or not isinstance(schedule.profile, TableProfile):
+        raise ConfigError(
+            "scheduler_trace: nothing is scheduled with profile off; leave one of the two out"
+        )
+    file = TraceFile(Path(folder) / f"{name}.trace", schedule.limits, schedule.profile)
+    return replace(schedule, record=file)
+
+
+def traced(
+    options: Mapping[str, Any], members: Sequence[str] | Speeds, layout: KVLayout, name: str
+) -> Schedule | None:
+    """The schedule that a store of these members would find itself, recorded."""
+    executor = options["executor"]
+    found = find_schedule(options["profile"], members, layout, executor=executor)
+    return record_of(options, name, found)
