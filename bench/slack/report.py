@@ -13,7 +13,7 @@ SHORT_BAR_US, LONG_BAR = 50.0, 1.03
 
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
-    *("oracle", "bound (no writes)", "gap", "closed by slack", "fluid"),
+    *("oracle", "bound (no writes)", "gap", "closed by slack", "at most"),
     *("first token p99 s: fixed, slack", "stored pages: none, slack", "drain s: none, slack"),
     "missed",
 )
@@ -27,13 +27,14 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
         policies, closed = row["policies"], row["closed"]
         none, fixed, slack = (policies[name] for name in ("none", "fixed", "slack"))
         missed = [name for name, reached in row["bars"].items() if not reached]
+        limits = row.get("at_most_by_seed", ())
         rows.append(
             [
                 *(row["condition"], row["drive"], row["gpu"], row["workload"]),
                 *(f"{policies[name]['bubble_s']:.2f}" for name in names),
                 f"{row['gap']:.0%}",
                 "" if closed is None else f"{closed:.0%}{_spread(row.get('closed_by_seed', ()))}",
-                ", ".join(f"{part:.0%}" for part in row.get("fluid", ())),
+                f"{median(limits):.0%}{_spread(limits)}" if limits else "",
                 ", ".join(f"{one['first_token_p99_s']:.2f}" for one in (fixed, slack)),
                 ", ".join(f"{one['stored_pages']:.0f}" for one in (none, slack)),
                 ", ".join(f"{one['drained_s']:.1f}" for one in (none, slack)),
@@ -49,16 +50,10 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     if notes:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
         notes.insert(0, f"simulated; {runs}")
-    limits = [
-        f"{median(parts):.0%}{_spread(parts)} {_where(row)}"
-        for row in result["rows"]
-        if (parts := row.get("at_most_by_seed"))
-    ]
-    if limits:
+    if any(row.get("at_most_by_seed") for row in result["rows"]):
         notes.append(
-            "proven (fluid is an estimate): with as many pages stored as with none, no schedule"
-            " closes more of the gap, waits for the end of a decode step included, than "
-            + "; ".join(limits)
+            "at most: proven, no schedule that stores as many pages as none closes more of the gap,"
+            " the rest of a decode step counted as waiting too"
         )
     for name in result.get("wrong", ()):
         parts = [
@@ -97,10 +92,6 @@ def _spread(parts: Sequence[float | None]) -> str:
     """Of several seeds."""
     known = [part for part in parts if part is not None]
     return f" ({min(known):.0%} to {max(known):.0%})" if len(known) > 1 else ""
-
-
-def _where(row: dict[str, Any]) -> str:
-    return ", ".join(row[name] for name in ("condition", "drive", "gpu", "workload"))
 
 
 def _cost(found: dict[str, Any]) -> str:

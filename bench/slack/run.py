@@ -11,9 +11,8 @@ step and the interference of every moment; `bound` has no writes at all: what it
 of writes can take away.
 
 The gap is what writes cost: the bubble of `none` less that of `bound`.  A policy is judged by the
-part of the gap that it closes, with every page stored.  `fluid` estimates the part that a scheduler
-could close that knows the future: with all of memory in use, and with room left for the largest
-put that fits.  `at_most` is proven: no schedule closes more; see `lower_bound.py`.
+part of the gap that it closes, with every page stored.  `at_most` is proven: no schedule closes
+more; see `lower_bound.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ _METRICS = (
 )
 
 #: What writes delay reads by under that estimate.
-_FLUID = ("fluid_s", "fluid_with_room_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,16 +191,7 @@ class _Cell:
             server.has(self._space)
         if name in UNCORRECTED:
             server.state.estimates.both = Uncorrected()
-        found = numbers(server.run())
-        if name == "bound":
-            model, memory = self._truth.model, self._space or self.limits
-            page_ns = model.page_nbytes / self._truth.drive.write_bytes_per_s * 1e9
-            largest = max(memory.locked_pages, memory.staged_pages)
-            pages_max = memory.locked_pages + memory.staged_pages
-            # A put that fits takes half of it at most.
-            for key, pages in zip(_FLUID, (pages_max, pages_max // 2), strict=True):
-                found[key] = server.fluid.delayed_s(largest, pages, page_ns)
-        return found
+        return numbers(server.run())
 
     def least_s(self, requests: Sequence[SlackRequest], seed: int, none: dict[str, float]) -> float:
         """The least waiting of any schedule that stores as much as `none`."""
@@ -275,15 +264,12 @@ def _row(runs: dict[str, list[dict[str, float]]], condition: str) -> dict[str, A
         for name, found in runs.items()
     }
     gap, closed = gap_closed(policies, "slack")
-    gap_s = gap * policies["none"]["bubble_s"]
-    delayed_s = {key: median([one[key] for one in runs["bound"]]) for key in _FLUID}
     wrong = [name for name in policies if name not in POLICIES]
     return {
         "policies": policies,
         "gap": gap,
         "closed": closed,
         "closed_by_seed": _by_seed(runs, "slack"),
-        "fluid": [] if closed is None else [1 - delayed_s[key] / gap_s for key in _FLUID],
         "at_most_by_seed": [] if closed is None else _at_most(runs),
         "closed_by_wrong": {name: gap_closed(policies, name)[1] for name in wrong},
         "wrong_by_seed": {name: _by_seed(runs, name) for name in wrong},

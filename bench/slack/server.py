@@ -18,7 +18,6 @@ import numpy as np
 from tutti.bench.simulate.device import READ, Device, Timeline, Writes
 from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
-from tutti.bench.slack.fluid import Fluid
 from tutti.bench.slack.lower_bound import Prefill
 from tutti.bench.slack.workload import SlackRequest
 from tutti.scheduler.estimates import Correction, Estimates
@@ -194,7 +193,6 @@ class LayeredServer:
         self._left = len(requests)
         self._wait: Callable[[], None] | None = None  # goes on when a layer arrives
         self.measured = Measured()
-        self.fluid = Fluid()
         self._last_ns = 0
         self._last_token_ns = 0
         self._stored_ns = 0  # the last page
@@ -288,12 +286,7 @@ class LayeredServer:
         for layer in range(issue.first, issue.first + issue.count):
             self._issued_nbytes += nbytes
             arrived = partial(self._layers_arrived, issue.name, layer + 1)
-            self.fluid.read_begins(self._timeline.now_ns)
-            self._device.start(READ, nbytes, partial(self._read_done, arrived))
-
-    def _read_done(self, arrived: Callable[[], None]) -> None:
-        self.fluid.read_ends(self._timeline.now_ns)
-        self._after_latency(arrived)
+            self._device.start(READ, nbytes, partial(self._after_latency, arrived))
 
     def _after_latency(self, done: Callable[[], None]) -> None:
         self._timeline.at(self._timeline.now_ns + self._latency_ns, done)
@@ -394,7 +387,6 @@ class LayeredServer:
         pages = request.new_tokens // model.page_tokens
         if pages:
             measured.offered_pages += pages
-            self.fluid.puts.append((now_ns, pages))
             name, nbytes = f"w{number}", model.page_nbytes
             self._post(WriteKnown(now_ns, name, pages, nbytes, 1, self._space, can_stop=True))
         if request.out_tokens > 1:

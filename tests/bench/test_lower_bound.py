@@ -131,7 +131,8 @@ def test_the_command_says_what_no_schedule_can_close(capsys: pytest.CaptureFixtu
     [most] = row["at_most_by_seed"]
     assert 0 < row["closed"] < most < 1
     assert cli.main(words) == 0
-    assert f"than {most:.0%} little memory, D5-P5336, H100, agents" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "at most" in printed and f"{most:.0%}" in printed
 
 
 def test_the_bound_is_that_of_a_run_without_writes_if_nothing_is_stored(seed: int) -> None:
