@@ -13,35 +13,39 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.checks import Rule, flag, instance, optional, pin_name, seconds, takes, text, whole
+from tutti.base.interrupts import uninterrupted
 from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, PoolMismatch, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.geometry import Geometry
+from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout, differences
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable
+from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
+from tutti.transfers.transfer_queue import TransferQueue
 
 _COUNT_MAX = 2**31
+UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
 
 def _count(name: str, value: Any) -> None:
     whole(name, value, 1, _COUNT_MAX)
 
 
-#: What the calls of every store check before anything is done; keys and pages are checked where
-#: they are converted.
+#: What the calls that stores implement check before anything is done; keys and pages are checked
+#: where they are converted.
 _RULES: dict[str, dict[str, Rule]] = {
     "register": {"memory": instance(HostMemory)},
     "match": {"pin": pin_name, "proven": flag},
     "present": {"pin": pin_name, "proven": flag},
     "unpin": {"name": optional(text)},
-    "put": {"namespace": text},
-    "load": {"batch": text, "ahead": flag},
     "clear": {"deallocate": flag},
     "prove": {"max_objects": _count, "timeout_s": seconds},
     "wait_recovered": {"timeout_s": seconds},
@@ -77,6 +81,7 @@ class Store(ABC):
     geometry: Geometry
     catalogue: CatalogueCalls
     _closed: bool
+    _queue: TransferQueue
 
     def __init_subclass__(cls) -> None:
         """Every store checks its arguments by the same rules."""
@@ -84,12 +89,12 @@ class Store(ABC):
             setattr(cls, name, takes(**rules)(cls.__dict__[name]))
 
     @property
-    @abstractmethod
     def scheduler(self) -> Dispatcher | None:
         """Decides when puts and loads are issued; post to it what the model computes.
 
         None when each is issued at once.
         """
+        return self._queue.dispatcher
 
     @property
     @abstractmethod
@@ -165,7 +170,8 @@ class Store(ABC):
     def unpin(self, name: str | None = None) -> None:
         """Releases the pins of look-ups by this name; without a name, those of all look-ups."""
 
-    @abstractmethod
+    @takes(namespace=text)
+    @uninterrupted(lambda _, ticket: ticket.wait_ended(UNDO_S))
     def put(
         self,
         keys: Keys,
@@ -187,8 +193,14 @@ class Store(ABC):
         objects in the catalogue.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
+        paged = self._memory(memory)
+        request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
+        if ttl_s is not None:
+            self._watch_expiry()
+        return PutTicket(self._queue.put(request))
 
-    @abstractmethod
+    @takes(batch=text, ahead=flag)
+    @uninterrupted(lambda _, ticket: ticket.cancel(UNDO_S))
     def load(
         self,
         keys: Keys,
@@ -208,6 +220,9 @@ class Store(ABC):
         two keys, PagesInUse when it was aborted after a partial start and the device may still
         write into ``pages``; after any other error nothing does.
         """
+        array, paged = as_keys(keys), self._memory(memory)
+        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
+        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:
         """Removes objects, pinned ones too, and returns how many; durable on return.
@@ -293,6 +308,14 @@ class Store(ABC):
                 f"the memory is not laid out as the pool: {differences(self.layout, memory.layout)}"
                 "; open a pool of the memory's layout"
             )
+
+    @abstractmethod
+    def _watch_expiry(self) -> None:
+        """Called before a put of objects that expire."""
+
+    @abstractmethod
+    def _memory(self, memory: HostMemory | None) -> PagedMemory:
+        """The pages of `_chosen` memory.  Raises PoolClosed."""
 
     @staticmethod
     def _chosen(memory: HostMemory | None, registered: Sequence[HostMemory]) -> HostMemory:

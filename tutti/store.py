@@ -41,7 +41,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
-from tutti.interface import Keys, Store
+from tutti.interface import UNDO_S, Keys, Store
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout, differences
 from tutti.memory.host_memory import HostMemory
@@ -52,21 +52,20 @@ from tutti.pool.members import Members
 from tutti.pool.places import shared_node
 from tutti.pool.pool_format import Paths, format, format_missing, member_names
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
-from tutti.scheduler.dispatcher import Dispatcher, Schedule
+from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.core import Closable, Core
 from tutti.transfers.loader import Loader
-from tutti.transfers.put_request import PutRequest, checked_pages
+from tutti.transfers.put_request import PutRequest
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.recovery import recover, write_snapshots
 from tutti.transfers.residency import Residency
 from tutti.transfers.resources import Resources
 from tutti.transfers.store_config import StoreConfig
-from tutti.transfers.tickets import LoadTicket, PutTicket
+from tutti.transfers.tickets import PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
 
-_UNDO_S = 60.0  # the longest wait for an interrupted put or load
 _PROVE_TRIES = 16  # to read objects before one of them is evicted
 #: Settings that ``open`` takes inside a StoreConfig only.
 _IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "durability"})
@@ -156,10 +155,6 @@ class ObjectStore(Owned, Store):
     def controller(self) -> NativeController:
         return self._controller
 
-    @property
-    def scheduler(self) -> Dispatcher | None:
-        return self._queue.dispatcher
-
     @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
         self._check_layout(memory)
@@ -194,42 +189,10 @@ class ObjectStore(Owned, Store):
     def unpin(self, name: str | None = None) -> None:
         self._core.unpin(name)
 
-    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
-    def put(
-        self,
-        keys: Keys,
-        pages: npt.ArrayLike,
-        *,
-        memory: HostMemory | None = None,
-        parent: bytes | None = None,
-        depth: int = 0,
-        ttl_s: float | None = None,
-        namespace: str = "",
-    ) -> PutTicket:
-        paged = self._memory(memory)
-        request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
-        if ttl_s is not None:
-            self.catalogue.expiry.watch(True)
-        return PutTicket(self._queue.put(request))
-
-    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
+    @uninterrupted(lambda _, ticket: ticket.wait_ended(UNDO_S))
     def put_request(self, request: PutRequest) -> PutTicket:
         """As ``put``, of a request that was checked."""
         return PutTicket(self._queue.put(request))
-
-    @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
-    def load(
-        self,
-        keys: Keys,
-        pages: npt.ArrayLike,
-        *,
-        memory: HostMemory | None = None,
-        batch: str = "",
-        ahead: bool = False,
-    ) -> LoadTicket:
-        array, paged = as_keys(keys), self._memory(memory)
-        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     @uninterrupted()
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
@@ -382,6 +345,9 @@ class ObjectStore(Owned, Store):
         snapshots = write_snapshots(core)
         self._io.flush(self.members.nsids())
         self.members.mark_clean(core.sequence, snapshots)
+
+    def _watch_expiry(self) -> None:
+        self.catalogue.expiry.watch(True)
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._core.check_open()

@@ -49,17 +49,10 @@ from tutti.node.messages import (
 )
 from tutti.node.remote_catalogue import RemoteCatalogue, parts_of
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, find_schedule, is_off
-from tutti.scheduler.dispatcher import Dispatcher, Schedule
+from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.core import Closable
-from tutti.transfers.put_request import PutRequest, checked_pages
 from tutti.transfers.store_config import StoreConfig
-from tutti.transfers.tickets import (
-    LoadTicket,
-    PutTicket,
-)
 from tutti.transfers.transfer_queue import TransferQueue
-
-_UNDO_S = 60.0  # the longest wait for an interrupted put or load
 
 _LookUp = TypeVar("_LookUp", Match, Present)
 
@@ -123,10 +116,6 @@ class NodeStore(Owned, Store):
         """Whether the agent answers."""
         session = self._kept.session
         return session is not None and not session.lost
-
-    @property
-    def scheduler(self) -> Dispatcher | None:
-        return self._queue.dispatcher
 
     @property
     def engine(self) -> Engine:
@@ -219,38 +208,6 @@ class NodeStore(Owned, Store):
         self._missed += 1
         return None
 
-    @uninterrupted(lambda _, ticket: ticket.wait_ended(_UNDO_S))
-    def put(
-        self,
-        keys: Keys,
-        pages: npt.ArrayLike,
-        *,
-        memory: HostMemory | None = None,
-        parent: bytes | None = None,
-        depth: int = 0,
-        ttl_s: float | None = None,
-        namespace: str = "",
-    ) -> PutTicket:
-        """See ObjectStore; all is dropped while the agent is away."""
-        paged = self._memory(memory)
-        request = PutRequest.checked(keys, pages, paged, parent, depth, ttl_s, namespace)
-        return PutTicket(self._queue.put(request))
-
-    @uninterrupted(lambda _, ticket: ticket.cancel(_UNDO_S))
-    def load(
-        self,
-        keys: Keys,
-        pages: npt.ArrayLike,
-        *,
-        memory: HostMemory | None = None,
-        batch: str = "",
-        ahead: bool = False,
-    ) -> LoadTicket:
-        """See ObjectStore; raises KeyMissing while the agent is away."""
-        array, paged = as_keys(keys), self._memory(memory)
-        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
-        return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
-
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Nothing is left to do here: the agent verifies for all of its clients."""
         self._check_open()
@@ -324,6 +281,9 @@ class NodeStore(Owned, Store):
     def _check_open(self) -> None:
         if self._closed:
             raise PoolClosed("the pool is closed; open it again")
+
+    def _watch_expiry(self) -> None:
+        """The agent watches them."""
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._check_open()
