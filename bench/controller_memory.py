@@ -15,6 +15,7 @@ from tutti.errors import ConfigError
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.memory import Bytes, view_at
+from tutti.native import members
 
 MODES = ("copy", "zero_copy", "virtual")
 
@@ -26,23 +27,11 @@ class MemoryConfigStruct(ctypes.LittleEndianStructure):
     """`gio::MemoryConfig`."""
 
     _fields_ = (
-        ("namespace_nlb", _U64),
-        ("read_bandwidth", _U64),
-        ("write_bandwidth", _U64),
-        ("latency_ns", _U64),
-        ("interference_percent", _U32),
-        ("namespaces", _U32),
-        ("lba_shift", _U32),
-        ("mdts_nbytes", _U32),
-        ("sgl_descriptors", _U32),
-        ("depth_max", _U32),
-        ("mode", _U32),
-        ("write_back", _U32),
+        *members(_U64, "namespace_nlb read_bandwidth write_bandwidth latency_ns"),
+        *members(_U32, "interference_percent namespaces lba_shift mdts_nbytes sgl_descriptors"),
+        *members(_U32, "depth_max mode write_back"),
         ("channel_bandwidth", _U64),
-        ("channels", _U32),
-        ("crowd", _U32),
-        ("crowd_percent", _U32),
-        ("is_shared", _U32),
+        *members(_U32, "channels crowd crowd_percent is_shared"),
     )
 
 

@@ -45,6 +45,7 @@ from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
+from tutti.native import members
 from tutti.pool.member_controller import open_controller
 
 FILE_PATHS = ("threads", "uring", "page-cache")
@@ -61,14 +62,8 @@ class PathLoadStruct(ctypes.LittleEndianStructure):
     """`gio::PathLoad`."""
 
     _fields_ = (
-        ("commands", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("latencies_ns", ctypes.c_uint64),
-        ("depth", ctypes.c_uint32),
-        ("nlb", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "commands address seed latencies_ns"),
+        *members(ctypes.c_uint32, "depth nlb opcode reserved"),
     )
 
 

@@ -34,24 +34,18 @@ Bytes = npt.NDArray[np.uint8]
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 
+def members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Consecutive `_fields_` of one type; names: separated by spaces."""
+    return tuple((name, kind) for name in names.split())
+
+
 class NativeIndex(ctypes.Structure):
     """`struct tutti_index`: the arrays of one hash table, all owned by the caller."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("pins", ctypes.c_void_p),
-        ("access", ctypes.c_void_p),
-        ("depth", ctypes.c_void_p),
-        ("sequence", ctypes.c_void_p),
-        ("has_digests", ctypes.c_void_p),
-        ("hits", ctypes.c_void_p),
-        ("slots", ctypes.c_uint64),
-        ("entries", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("ready_min", ctypes.c_uint32),
-        ("ready_max", ctypes.c_uint32),
+        *members(ctypes.c_void_p, "keys table state pins access depth sequence has_digests hits"),
+        *members(ctypes.c_uint64, "slots entries seed"),
+        *members(ctypes.c_uint32, "ready_min ready_max"),
     )
 
 
@@ -63,15 +57,8 @@ class NativeReuse(ctypes.Structure):
     """`struct tutti_reuse`."""
 
     _fields_ = (
-        ("used", ctypes.c_void_p),
-        ("uses", ctypes.c_void_p),
-        ("ghosts", ctypes.c_void_p),
-        ("ghost_uses", ctypes.c_void_p),
-        ("heads", ctypes.c_void_p),
-        ("gaps", ctypes.c_void_p),
-        ("slots", ctypes.c_uint64),
-        ("oldest", ctypes.c_uint64),
-        ("gaps_sum", ctypes.c_uint64),
+        *members(ctypes.c_void_p, "used uses ghosts ghost_uses heads gaps"),
+        *members(ctypes.c_uint64, "slots oldest gaps_sum"),
     )
 
 
@@ -79,11 +66,8 @@ class NativeDigests(ctypes.Structure):
     """`struct tutti_digests`."""
 
     _fields_ = (
-        ("slot", ctypes.c_void_p),
-        ("sequence", ctypes.c_void_p),
-        ("digests", ctypes.c_void_p),
-        ("entries", ctypes.c_uint64),
-        ("layers", ctypes.c_uint64),
+        *members(ctypes.c_void_p, "slot sequence digests"),
+        *members(ctypes.c_uint64, "entries layers"),
     )
 
 
@@ -91,9 +75,7 @@ class NativeLoadTables(ctypes.Structure):
     """`struct tutti_load_tables`."""
 
     _fields_ = (
-        ("index", ctypes.c_void_p),
-        ("reuse", ctypes.c_void_p),
-        ("digests", ctypes.c_void_p),
+        *members(ctypes.c_void_p, "index reuse digests"),
         ("group_slots", ctypes.c_uint64),
     )
 
@@ -102,11 +84,9 @@ class NativeRecordIdentity(ctypes.Structure):
     """`struct tutti_record_identity`."""
 
     _fields_ = (
-        ("pool_uuid", ctypes.c_uint8 * 16),
-        ("fingerprint", ctypes.c_uint8 * 16),
+        *members(ctypes.c_uint8 * 16, "pool_uuid fingerprint"),
         ("epoch", ctypes.c_uint64),
-        ("member", ctypes.c_uint32),
-        ("layers", ctypes.c_uint32),
+        *members(ctypes.c_uint32, "member layers"),
     )
 
 
@@ -114,17 +94,8 @@ class NativeAllocator(ctypes.Structure):
     """`struct tutti_allocator`."""
 
     _fields_ = (
-        ("free", ctypes.c_void_p),
-        ("longest", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-        ("previous", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("last", ctypes.c_void_p),
-        ("members", ctypes.c_uint64),
-        ("groups_per_member", ctypes.c_uint64),
-        ("group_slots", ctypes.c_uint64),
-        ("free_slots", ctypes.c_uint64),
-        ("cursor", ctypes.c_uint64),
+        *members(ctypes.c_void_p, "free longest next previous first last"),
+        *members(ctypes.c_uint64, "members groups_per_member group_slots free_slots cursor"),
     )
 
 
@@ -142,17 +113,9 @@ class NativeInsertion(ctypes.Structure):
     """`struct tutti_insertion`."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("sequence", ctypes.c_void_p),
-        ("depth", ctypes.c_void_p),
-        ("has_digests", ctypes.c_void_p),
-        ("access", ctypes.c_void_p),
-        ("existing", ctypes.c_void_p),
+        *members(ctypes.c_void_p, "keys slots sequence depth has_digests access existing"),
         ("n", ctypes.c_uint64),
-        ("uses", ctypes.c_uint32),
-        ("from_max", ctypes.c_uint32),
-        ("state", ctypes.c_uint32),
+        *members(ctypes.c_uint32, "uses from_max state"),
     )
 
 
@@ -160,13 +123,9 @@ class NativePlacement(ctypes.Structure):
     """`struct tutti_placement`."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("parents", ctypes.c_void_p),
-        ("depths", ctypes.c_void_p),
-        ("n", ctypes.c_uint64),
-        ("sequence", ctypes.c_uint64),
-        ("uses", ctypes.c_uint32),
-        ("has_digests", ctypes.c_uint32),
+        *members(ctypes.c_void_p, "keys parents depths"),
+        *members(ctypes.c_uint64, "n sequence"),
+        *members(ctypes.c_uint32, "uses has_digests"),
     )
 
 
@@ -174,15 +133,9 @@ class NativePutRequest(ctypes.Structure):
     """`struct tutti_put_request`."""
 
     _fields_ = (
-        ("keys", ctypes.c_char_p),
-        ("parent", ctypes.c_char_p),
-        ("n", ctypes.c_uint64),
-        ("sequence", ctypes.c_uint64),
-        ("number", ctypes.c_uint64),
-        ("job", ctypes.c_uint64),
-        ("depth", ctypes.c_uint32),
-        ("uses", ctypes.c_uint32),
-        ("has_digests", ctypes.c_uint32),
+        *members(ctypes.c_char_p, "keys parent"),
+        *members(ctypes.c_uint64, "n sequence number job"),
+        *members(ctypes.c_uint32, "depth uses has_digests"),
     )
 
 

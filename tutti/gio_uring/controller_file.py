@@ -30,6 +30,7 @@ from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.memory import address_of, hugepage_nbytes
+from tutti.native import members
 
 EXECUTORS = ("auto", "uring", "threads", "passthrough")
 
@@ -60,13 +61,10 @@ class FileNamespaceStruct(ctypes.LittleEndianStructure):
     """`gio::FileNamespace`."""
 
     _fields_ = (
-        ("fd", _I),
-        ("buffered_fd", _I),
-        ("flags", _U32),
-        ("generic_nsid", _U32),
+        *members(_I, "fd buffered_fd"),
+        *members(_U32, "flags generic_nsid"),
         ("nlb", _U64),
-        ("memory_alignment", _U32),
-        ("offset_alignment", _U32),
+        *members(_U32, "memory_alignment offset_alignment"),
     )
 
 
@@ -81,12 +79,7 @@ class FileConfigStruct(ctypes.LittleEndianStructure):
 
     _fields_ = (
         ("namespaces", _U64),
-        ("n_namespaces", _U32),
-        ("lba_shift", _U32),
-        ("mdts_nbytes", _U32),
-        ("request_nbytes_max", _U32),
-        ("requests", _U32),
-        ("executor", _U32),
+        *members(_U32, "n_namespaces lba_shift mdts_nbytes request_nbytes_max requests executor"),
         ("threads", _U32),
         ("record_fd", _I),
     )
@@ -102,13 +95,7 @@ class FileStats(ctypes.LittleEndianStructure):
     """
 
     _fields_ = (
-        ("commands", _U64),
-        ("requests", _U64),
-        ("nbytes_read", _U64),
-        ("nbytes_written", _U64),
-        ("joined", _U64),
-        ("bounced", _U64),
-        ("repeated", _U64),
+        *members(_U64, "commands requests nbytes_read nbytes_written joined bounced repeated"),
         ("buffered", _U64),
     )
 

@@ -36,6 +36,7 @@ from tutti.gio_uring.drives.vfio import PageMap, VfioDevice
 from tutti.gio_uring.memory import DmaRegion, HostBuffer
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES, STATUS_ABORTED_SQ_DELETION
 from tutti.gio_uring.queue_pair import QueuePair
+from tutti.native import members
 
 DESCRIPTORS_MAX = 256
 
@@ -65,25 +66,10 @@ class VfioConfigStruct(ctypes.LittleEndianStructure):
     """`gio::VfioConfig`."""
 
     _fields_ = (
-        ("namespace_nlb", _U64),
-        ("doorbells", _U64),
-        ("doorbells_nbytes", _U64),
-        ("shadow", _U64),
-        ("event_index", _U64),
-        ("restart", _U64),
-        ("csts", _U64),
-        ("doorbell_nbytes", _U32),
-        ("namespaces", _U32),
-        ("lba_shift", _U32),
-        ("mdts_nbytes", _U32),
-        ("sgl_descriptors", _U32),
-        ("flags", _U32),
+        *members(_U64, "namespace_nlb doorbells doorbells_nbytes shadow event_index restart csts"),
+        *members(_U32, "doorbell_nbytes namespaces lba_shift mdts_nbytes sgl_descriptors flags"),
         ("depth_max", _U32),
-        ("device_fd", _I),
-        ("container_fd", _I),
-        ("irq_fd", _I),
-        ("request_fd", _I),
-        ("wake_fd", _I),
+        *members(_I, "device_fd container_fd irq_fd request_fd wake_fd"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from tutti.gio_uring.iocb import IocbStruct
+from tutti.native import members
 
 
 class JobConfig(ctypes.Structure):
@@ -12,21 +13,11 @@ class JobConfig(ctypes.Structure):
 
     _fields_ = (
         ("iocb", IocbStruct),
-        ("digests", ctypes.c_uint64),
-        ("page_status", ctypes.c_uint64),
-        ("tag", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("priority", ctypes.c_uint32),
-        ("digest", ctypes.c_uint32),
-        ("gated", ctypes.c_uint32),
-        ("window", ctypes.c_uint32),
-        ("words", ctypes.c_uint64),
-        ("layer_ns", ctypes.c_uint64),
-        ("held", ctypes.c_uint32),
-        ("ahead", ctypes.c_uint32),
-        ("then", ctypes.c_uint64),
-        ("before_then", ctypes.c_uint64),
-        ("context", ctypes.c_uint64),
+        *members(ctypes.c_uint64, "digests page_status tag timeout_ns"),
+        *members(ctypes.c_uint32, "priority digest gated window"),
+        *members(ctypes.c_uint64, "words layer_ns"),
+        *members(ctypes.c_uint32, "held ahead"),
+        *members(ctypes.c_uint64, "then before_then context"),
     )
 
 
@@ -34,12 +25,8 @@ class JobReport(ctypes.Structure):
     """``gio::JobReport``: times in CLOCK_MONOTONIC nanoseconds, 0 while not done."""
 
     _fields_ = (
-        ("submitted_ns", ctypes.c_uint64),
-        ("done_ns", ctypes.c_uint64),
-        ("layers_ready", ctypes.c_uint32),
-        ("done", ctypes.c_uint32),
-        ("released", ctypes.c_uint32),
-        ("status", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "submitted_ns done_ns"),
+        *members(ctypes.c_uint32, "layers_ready done released status"),
     )
 
 
@@ -47,14 +34,8 @@ class EngineStats(ctypes.Structure):
     """``gio::EngineStats``: totals since the engine started."""
 
     _fields_ = (
-        ("commands", ctypes.c_uint64),
-        ("bytes_read", ctypes.c_uint64),
-        ("bytes_written", ctypes.c_uint64),
-        ("jobs", ctypes.c_uint64),
-        ("timeouts", ctypes.c_uint64),
-        ("thread_cpu_ns", ctypes.c_uint64),
-        ("digest_ns", ctypes.c_uint64),
-        ("digests_offloaded", ctypes.c_uint64),
+        *members(ctypes.c_uint64, "commands bytes_read bytes_written jobs timeouts thread_cpu_ns"),
+        *members(ctypes.c_uint64, "digest_ns digests_offloaded"),
     )
 
 
@@ -78,12 +59,8 @@ class EngineConfig(ctypes.Structure):
     """``gio::EngineConfig``."""
 
     _fields_ = (
-        ("threads", ctypes.c_uint64),
-        ("routes", ctypes.c_uint64),
-        ("n_threads", ctypes.c_uint32),
-        ("n_routes", ctypes.c_uint32),
-        ("list_nbytes", ctypes.c_uint32),
-        ("digest_workers", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "threads routes"),
+        *members(ctypes.c_uint32, "n_threads n_routes list_nbytes digest_workers"),
         ("window_nbytes", ctypes.c_uint64),
     )
 
@@ -98,12 +75,6 @@ class WindowStats(ctypes.Structure):
     """
 
     _fields_ = (
-        ("window_nbytes", ctypes.c_uint64 * 2),
-        ("rate", ctypes.c_uint64 * 2),
-        ("latency_ns", ctypes.c_uint64 * 2),
-        ("samples", ctypes.c_uint64 * 2),
-        ("inflight_nbytes", ctypes.c_uint64),
-        ("commands", ctypes.c_uint64),
-        ("bytes_read", ctypes.c_uint64),
-        ("bytes_written", ctypes.c_uint64),
+        *members(ctypes.c_uint64 * 2, "window_nbytes rate latency_ns samples"),
+        *members(ctypes.c_uint64, "inflight_nbytes commands bytes_read bytes_written"),
     )

@@ -19,7 +19,7 @@ from tutti.base.arrays import U32, U64
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES
-from tutti.native import address
+from tutti.native import address, members
 
 SEGMENTS_MAX = 4
 _FEW = 128
@@ -36,22 +36,11 @@ class IocbStruct(ctypes.Structure):
     """``gio::Iocb``."""
 
     _fields_ = (
-        ("runs", ctypes.c_uint64),
-        ("pages", ctypes.c_uint64),
-        ("bases", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
+        *members(ctypes.c_uint64, "runs pages bases padding"),
         ("segment_stride", ctypes.c_uint64 * SEGMENTS_MAX),
         ("segment_nbytes", ctypes.c_uint32 * SEGMENTS_MAX),
-        ("n_runs", ctypes.c_uint32),
-        ("n_pages", ctypes.c_uint32),
-        ("n_layers", ctypes.c_uint32),
-        ("n_segments", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("slice_nlb", ctypes.c_uint32),
-        ("layer_stride_nlb", ctypes.c_uint32),
-        ("lba_shift", ctypes.c_uint32),
-        ("psdt", ctypes.c_uint32),
+        *members(ctypes.c_uint32, "n_runs n_pages n_layers n_segments opcode flags slice_nlb"),
+        *members(ctypes.c_uint32, "layer_stride_nlb lba_shift psdt"),
     )
 
 
@@ -132,10 +121,7 @@ class CutStruct(ctypes.Structure):
     """``gio::Cut``: how runs are cut into commands."""
 
     _fields_ = (
-        ("slice_nlb", ctypes.c_uint32),
-        ("lba_nbytes", ctypes.c_uint32),
-        ("command_nlb_max", ctypes.c_uint32),
-        ("command_slices_max", ctypes.c_uint32),
+        *members(ctypes.c_uint32, "slice_nlb lba_nbytes command_nlb_max command_slices_max"),
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
+from tutti.native import members
+
 _U8 = ctypes.c_uint8
 _U32 = ctypes.c_uint32
 _U64 = ctypes.c_uint64
@@ -64,18 +66,10 @@ class Sqe(ctypes.LittleEndianStructure):
     """Submission queue entry, 64 bytes."""
 
     _fields_ = (
-        ("cdw0", _U32),
-        ("nsid", _U32),
-        ("cdw2", _U32),
-        ("cdw3", _U32),
+        *members(_U32, "cdw0 nsid cdw2 cdw3"),
         ("mptr", _U64),
         ("dptr", _U64 * 2),
-        ("cdw10", _U32),
-        ("cdw11", _U32),
-        ("cdw12", _U32),
-        ("cdw13", _U32),
-        ("cdw14", _U32),
-        ("cdw15", _U32),
+        *members(_U32, "cdw10 cdw11 cdw12 cdw13 cdw14 cdw15"),
     )
 
 

@@ -16,6 +16,7 @@ from tutti.base.process import Owned
 from tutti.errors import ConfigError
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import Cqe, Sqe
+from tutti.native import members
 
 COMPLETED = 1 << 31
 NO_CID = 0xFFFFFFFF
@@ -31,22 +32,10 @@ class QueuePairStruct(ctypes.LittleEndianStructure):
     """`gio::QueuePair`."""
 
     _fields_ = (
-        ("sq", _U64),
-        ("cq", _U64),
-        ("sq_doorbell", _U64),
-        ("cq_doorbell", _U64),
-        ("marks", _U64),
-        ("cid_free", _U64),
-        ("completions", _U64),
-        ("depth", _U32),
-        ("qid", _U32),
-        ("ticket", _U32),
-        ("tail", _U32),
-        ("tail_lock", _U32),
+        *members(_U64, "sq cq sq_doorbell cq_doorbell marks cid_free completions"),
+        *members(_U32, "depth qid ticket tail tail_lock"),
         ("padding", _U32 * 13),
-        ("cq_head", _U32),
-        ("cq_lock", _U32),
-        ("cid_hint", _U32),
+        *members(_U32, "cq_head cq_lock cid_hint"),
         ("reserved", _U32 * 13),
     )
 

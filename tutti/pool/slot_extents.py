@@ -11,7 +11,7 @@ from tutti.base.arrays import U32, Slots
 from tutti.gio_uring import _native
 from tutti.gio_uring.iocb import CutStruct, Extents, Runs, fill_runs
 from tutti.medium.geometry import Geometry
-from tutti.native import address
+from tutti.native import address, members
 
 #: No run is longer.
 WHOLE = 2**32 - 1
@@ -21,12 +21,7 @@ class SlotPlaces(ctypes.Structure):
     """``gio::SlotPlaces``: where the slots of a pool lie."""
 
     _fields_ = (
-        ("nsids", ctypes.c_uint64),
-        ("members", ctypes.c_uint64),
-        ("member_slots", ctypes.c_uint64),
-        ("group_slots", ctypes.c_uint64),
-        ("layers", ctypes.c_uint64),
-        ("first_lba", ctypes.c_uint64),
+        *members(ctypes.c_uint64, "nsids members member_slots group_slots layers first_lba"),
     )
 
 

@@ -14,7 +14,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import FUA
 from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
-from tutti.native import NativePutTables, address
+from tutti.native import NativePutTables, address, members
 from tutti.pool.slot_extents import SlotPlaces
 
 #: A result of a load below it is this minus an errno of the submission.
@@ -25,29 +25,11 @@ class SlotJobStruct(ctypes.Structure):
     """`struct tutti_slot_job`."""
 
     _fields_ = (
-        ("engine", ctypes.c_uint64),
-        ("places", ctypes.c_uint64),
-        ("scratch", ctypes.c_uint64),
-        ("zeros", ctypes.c_uint64),
-        ("slice_nlb", ctypes.c_uint32),
-        ("layer_stride_nlb", ctypes.c_uint32),
-        ("lba_shift", ctypes.c_uint32),
-        ("psdt", ctypes.c_uint32),
-        ("command_nlb_max", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "engine places scratch zeros"),
+        *members(ctypes.c_uint32, "slice_nlb layer_stride_nlb lba_shift psdt command_nlb_max"),
         ("descriptors_max", ctypes.c_uint32),
-        ("slot_runs_max", ctypes.c_uint64),
-        ("memory", ctypes.c_uint64),
-        ("pages", ctypes.c_uint64),
-        ("digests", ctypes.c_uint64),
-        ("job", ctypes.c_uint64),
-        ("tag", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("opcode", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("priority", ctypes.c_uint32),
-        ("digest", ctypes.c_uint32),
-        ("held", ctypes.c_uint32),
-        ("ahead", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "slot_runs_max memory pages digests job tag timeout_ns"),
+        *members(ctypes.c_uint32, "opcode flags priority digest held ahead"),
     )
 
 
@@ -57,21 +39,9 @@ class PutStruct(ctypes.Structure):
     _fields_ = (
         ("tables", NativePutTables),
         ("cache", ctypes.c_uint64),
-        ("data", SlotJobStruct),
-        ("records", SlotJobStruct),
-        ("identity", ctypes.c_uint64),
-        ("member_slots", ctypes.c_uint64),
-        ("layers", ctypes.c_uint64),
-        ("reserve", ctypes.c_uint64),
-        ("keys", ctypes.c_uint64),
-        ("parents", ctypes.c_uint64),
-        ("depths", ctypes.c_uint64),
-        ("n", ctypes.c_uint64),
-        ("sequence", ctypes.c_uint64),
-        ("uses", ctypes.c_uint64),
-        ("access_64s", ctypes.c_uint64),
-        ("staging", ctypes.c_uint64),
-        ("first_page", ctypes.c_uint64),
+        *members(SlotJobStruct, "data records"),
+        *members(ctypes.c_uint64, "identity member_slots layers reserve keys parents depths n"),
+        *members(ctypes.c_uint64, "sequence uses access_64s staging first_page"),
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from tutti.base.units import KiB
 from tutti.errors import DeviceGone, MediumError, PoolInUse, Unsupported
 from tutti.gio_uring.drives.identify import IDENTIFY_NBYTES, NamespaceIdentity
+from tutti.native import members
 
 _NAME = re.compile(r"ng(\d+n\d+)")
 _COMMAND_NBYTES = 72  # struct nvme_passthru_cmd
@@ -34,18 +35,14 @@ class _Command(ctypes.LittleEndianStructure):
     """`struct nvme_passthru_cmd`."""
 
     _fields_ = (
-        ("opcode", ctypes.c_uint8),
-        ("flags", ctypes.c_uint8),
+        *members(ctypes.c_uint8, "opcode flags"),
         ("reserved", ctypes.c_uint16),
         ("nsid", ctypes.c_uint32),
         ("cdw2", ctypes.c_uint32 * 2),
-        ("metadata", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("metadata_nbytes", ctypes.c_uint32),
-        ("data_nbytes", ctypes.c_uint32),
+        *members(ctypes.c_uint64, "metadata address"),
+        *members(ctypes.c_uint32, "metadata_nbytes data_nbytes"),
         ("cdw10", ctypes.c_uint32 * 6),
-        ("timeout_ms", ctypes.c_uint32),
-        ("result", ctypes.c_uint32),
+        *members(ctypes.c_uint32, "timeout_ms result"),
     )
 
 

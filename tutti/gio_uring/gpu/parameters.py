@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
+from tutti.native import members
+
 #: `RunState.status` of a command that has not ended, and with `NO_CID` one that was not sent.
 RUN_PENDING = 0xFFFFFFFF
 
@@ -22,13 +24,8 @@ class QueueShareStruct(ctypes.LittleEndianStructure):
     """``gio::QueueShare``: one block's part of every layer."""
 
     _fields_ = (
-        ("qp", _U64),
-        ("lists", _U64),
-        ("lists_dma", _U64),
-        ("list_nbytes", _U32),
-        ("first_run", _U32),
-        ("n_runs", _U32),
-        ("lost", _U32),
+        *members(_U64, "qp lists lists_dma"),
+        *members(_U32, "list_nbytes first_run n_runs lost"),
     )
 
 
@@ -48,12 +45,7 @@ class SliceTableStruct(ctypes.LittleEndianStructure):
     """``gio::SliceTable``: where slices lie, staged and in their pages."""
 
     _fields_ = (
-        ("paged", _U64),
-        ("staged_bases", _U64),
-        ("staged_stride", _U64),
-        ("staged_flags", _U64),
-        ("digests", _U64),
-        ("page_status", _U64),
+        *members(_U64, "paged staged_bases staged_stride staged_flags digests page_status"),
     )
 
 
@@ -61,15 +53,8 @@ class BatchStruct(ctypes.LittleEndianStructure):
     """``gio::Batch``: everything that a kernel needs, for all layers."""
 
     _fields_ = (
-        ("iocb", _U64),
-        ("shares", _U64),
-        ("states", _U64),
-        ("slices", _U64),
-        ("flags", _U64),
-        ("tallies", _U64),
-        ("timeout_ns", _U64),
-        ("n_shares", _U32),
-        ("ready", _U32),
+        *members(_U64, "iocb shares states slices flags tallies timeout_ns"),
+        *members(_U32, "n_shares ready"),
     )
 
 
@@ -83,11 +68,6 @@ class MailboxStruct(ctypes.LittleEndianStructure):
     """``gio::Mailbox``: the persistent kernel's orders."""
 
     _fields_ = (
-        ("posts", _U64),
-        ("posted", _U64),
-        ("stop", _U64),
-        ("consumed", _U64),
-        ("idle_timeout_ns", _U64),
-        ("capacity", _U32),
-        ("reserved", _U32),
+        *members(_U64, "posts posted stop consumed idle_timeout_ns"),
+        *members(_U32, "capacity reserved"),
     )
