@@ -109,15 +109,9 @@ class _Through:
     gpu: HostEngine
     engine: Engine
 
-    def submit(
-        self,
-        opcode: int,
-        extents: Extents,
-        pages: U32,
-        memory: PagedMemory,
-        **options: Unpack[TransferOptions],
-    ) -> MovedJob:
-        return self.gpu._submit(self.engine, opcode, extents, pages, memory, options)
+    def submit(self, *request: Any, **options: Any) -> MovedJob:
+        """See `HostEngine.submit`."""
+        return self.gpu.submit(*request, engine=self.engine, **options)
 
 
 class HostEngine(Owned):
@@ -183,41 +177,20 @@ class HostEngine(Owned):
         extents: Extents,
         pages: U32,
         memory: PagedMemory,
+        *,
+        engine: Engine | None = None,
         **options: Unpack[TransferOptions],
     ) -> MovedJob:
         """As `Engine.submit`, for pages in GPU memory.
 
         A read may have any number of pages.  One layer of a write must fit into the staging, and
-        all of them should; see `write_pages_max`.
+        all of them should; see `write_pages_max`.  engine: does the I/O, by default its own.
         on_released: called when the medium is done with the staging; the stream may still copy
         out of it.
         Raises CapacityError when the staging is too small, DeviceTimeout when none comes free,
         CudaError, and what the engine raises.
         """
-        return self._submit(self.engine, opcode, extents, pages, memory, options)
-
-    def through(self, engine: Engine) -> Submitter:
-        """What moves the same pages with the I/O done by another native engine, whose controller
-        was lent the staging: an agent's client has one for each session.
-        """
-        return _Through(self, engine)
-
-    def lend_staging(self, controller: NativeController) -> list[DmaRegion]:
-        """Makes the staging known to another controller of the same drives.
-
-        The caller closes the regions before that controller.
-        """
-        return [queue.staging.lend(controller) for queue in (self._loads, self._stores)]
-
-    def _submit(
-        self,
-        engine: Engine,
-        opcode: int,
-        extents: Extents,
-        pages: U32,
-        memory: PagedMemory,
-        options: TransferOptions,
-    ) -> MovedJob:
+        engine = engine or self.engine
         if self._closed:
             raise PoolClosed("the GPU engine is closed; attach a new one")
         is_read = opcode == OPCODE_READ
@@ -231,22 +204,18 @@ class HostEngine(Owned):
             stage = stream_queue.stage_reads if is_read else stream_queue.stage_writes
             needed = Needed(memory.bases.shape[0], pages.size, stride, lba_nbytes)
             cells = stage(needed, timeout_s, owner)
-            copies = [
-                self.mover.prepare(
-                    CopyDescriptor(
-                        pages[c.first : c.last], memory, c.device_starts, stride, is_read, owner
-                    )
-                )
-                for c in cells.chunks
-            ]
+            copies = []
+            for c in cells.chunks:
+                part = pages[c.first : c.last]
+                copy = CopyDescriptor(part, memory, c.device_starts, stride, is_read, owner)
+                copies.append(self.mover.prepare(copy))
             verification = self._verification(opcode, extents, pages, memory, options, owner)
             if verification is not None:
                 options = {**options, "digests": None}
             is_late = is_read and verification is not None  # known after the medium is through
-            count = len(cells.chunks) + is_late
-            released = _Released(count, options.get("on_released"))
-            for number in range(len(cells.chunks)):
-                parts = _chunk_options(options, cells.chunks[number], released.of(number))
+            released = _Released(len(cells.chunks) + is_late, options.get("on_released"))
+            for number, chunk in enumerate(cells.chunks):
+                parts = _chunk_options(options, chunk, released.of(number))
                 jobs.append(
                     self._submit_chunk(engine, opcode, extents, memory, cells, number, owner, parts)
                 )
@@ -270,6 +239,19 @@ class HostEngine(Owned):
         except BaseException:
             self._abandon(engine, owner, jobs, moved)
             raise
+
+    def through(self, engine: Engine) -> Submitter:
+        """What moves the same pages with the I/O done by another native engine, whose controller
+        was lent the staging: an agent's client has one for each session.
+        """
+        return _Through(self, engine)
+
+    def lend_staging(self, controller: NativeController) -> list[DmaRegion]:
+        """Makes the staging known to another controller of the same drives.
+
+        The caller closes the regions before that controller.
+        """
+        return [queue.staging.lend(controller) for queue in (self._loads, self._stores)]
 
     def _verification(
         self,
