@@ -88,7 +88,6 @@ while part := peer.recv(65536):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench agent`."""
     add_place_arguments(parser)
     parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
     parser.add_argument("--pages", type=int, default=1024, help="pages per look-up")
@@ -360,7 +359,6 @@ def _row(name: str, agent_us: Sequence[float], own_us: Sequence[float]) -> dict[
 
 
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """The table below HEAD."""
     return [
         [
             row["call"],
@@ -377,7 +375,6 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     return [
         f"look-ups of {result['pages']} pages, plans of {result['batch']} pages,"
         f" {result['rounds']} rounds",
@@ -397,5 +394,4 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n\n".join([table(HEAD, rows_of(result)), *notes_of(result)])

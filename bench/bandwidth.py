@@ -41,7 +41,6 @@ SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench bandwidth`."""
     add_pool_arguments(parser)
     parser.add_argument(
         "--shapes",
@@ -232,7 +231,6 @@ def make_workload(
 
 
 def rows_of(result: dict[str, Any]) -> list[list[Any]]:
-    """The table below HEAD."""
     return [
         [
             row["shape"],
@@ -260,7 +258,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     return "\n".join([table(list(HEAD), rows_of(result)), *notes_of(result)])
 
 

@@ -54,7 +54,6 @@ _FINGERPRINT = bytes(16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "--trace",
         nargs="+",

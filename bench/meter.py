@@ -51,7 +51,6 @@ class Meter:
         return self.cpu_s / (self.nbytes / 1e9) if self.nbytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "nbytes": self.nbytes,
             "wall_s": self.wall_s,

@@ -87,7 +87,6 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench paths`."""
     add_place_arguments(parser)
     parser.add_argument(
         "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes per command"
@@ -201,7 +200,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n".join([table(HEAD, rows_of(result)), "", *notes_of(result)])
 
 

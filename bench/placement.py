@@ -45,7 +45,6 @@ class Command(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("trace", type=Path, help="trace of tests/qemu/placement.py")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="STEM", help="writes STEM.json, .csv and .png"

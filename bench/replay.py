@@ -63,7 +63,6 @@ _COUNTERS = ("eviction", "evicted", "evicted_too_early", "dropped", "mismatches"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti replay`."""
     add_pool_arguments(parser)
     parser.add_argument(
         "--trace", default=SYNTHETIC, help="Mooncake's .jsonl file, or %(default)s (the default)"
@@ -137,7 +136,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def hit_rows(result: dict[str, Any]) -> list[list[Any]]:
-    """For HITS."""
     names = [f"{of}_hit_rate" for of in ("token", "block", "unlimited", "minimum", "lru")]
     rows = []
     for run in result["runs"]:
@@ -149,7 +147,6 @@ def hit_rows(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
-    """For SPEEDS."""
     rows = []
     for run in result["runs"]:
         capacity = format_nbytes(run["capacity_nbytes"])
@@ -164,7 +161,6 @@ def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables for people."""
     verdict = f"WRONG BYTES in {result['wrong']} pages" if result["wrong"] else "every byte right"
     loaded = sum(run["loaded_pages"] for run in result["runs"])
     last = f"{result['requests']} requests, {loaded} pages loaded and compared: {verdict}"

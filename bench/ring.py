@@ -26,7 +26,6 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench ring`."""
     parser.add_argument(
         "--depths",
         nargs="+",
@@ -71,7 +70,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     headers = ["depth", "commands a doorbell", "million commands/s", "ns a command", "CPU ns"]
     rows = [
         [

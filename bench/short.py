@@ -48,7 +48,6 @@ _WAIT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench short`."""
     add_place_arguments(parser)
     parser.add_argument("--calls", type=int, default=130, help="calls of each kind")
     parser.add_argument("--rounds", type=int, default=31, help="puts of one page")
@@ -235,5 +234,4 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n".join([table(HEAD, [list(row) for row in rows_of(result)]), *notes_of(result)])

@@ -112,13 +112,11 @@ class DeviceStamps:
         self._row = np.zeros(1, np.int64)
 
     def fill(self, pages: Pages, keys: Keys) -> None:
-        """See Stamps.fill."""
         for page, key in zip(pages.tolist(), keys, strict=True):
             self._stamps.fill(self._row, key[None, :])
             self._memory.write(page, self._mirror.read(0))
 
     def wrong(self, pages: Pages, keys: Keys) -> npt.NDArray[np.bool_]:
-        """See Stamps.wrong."""
         found = np.zeros(len(pages), np.bool_)
         for row, page in enumerate(pages.tolist()):
             self._mirror.write(0, self._memory.read(page))

@@ -21,7 +21,6 @@ class Interval:
     high: float
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -53,7 +53,6 @@ class Cost:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench submit`."""
     parser.add_argument(
         "--pages", nargs="+", type=int, default=[128, 512, 2048, 8192, 16384], help="pages per load"
     )
@@ -96,7 +95,6 @@ HEAD = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """The table below HEAD."""
     names = ("way", "pages", "batch_us", "layer_us", "return_us", "calls", "argument_nbytes")
     rows = []
     for row in result["rows"]:
@@ -109,12 +107,10 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     return [str(result["source"])]
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 

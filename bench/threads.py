@@ -47,7 +47,6 @@ _ROWS = (*((work, (drives, 0)) for work in _WORKS for drives in (1, 2)), (_COPIE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench threads`."""
     parser.add_argument("--rounds", type=int, default=15, help="rounds per row")
 
 
@@ -235,7 +234,6 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     commands = result["commands_per_s"]["median"] / 1e6
     (beside,) = (row for row in result["rows"] if row["digest_workers"])
     verified = [
@@ -258,5 +256,4 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])

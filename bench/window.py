@@ -44,7 +44,6 @@ _TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench window`."""
     add_place_arguments(parser)
     parser.add_argument("--layers", type=int, default=32, help="layers of a page")
     parser.add_argument("--slice", default="256KiB", help="bytes of a page in one layer")
@@ -398,7 +397,6 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     found = [row for row in result["rows"] if row["window"] == "found"]
     firsts = ", ".join(f"{row['first_over_bound']:.2f}" for row in found)
     rates = ", ".join(f"{row['rate_over_fixed']['median']:.2f}" for row in found)
@@ -433,5 +431,4 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])

@@ -78,7 +78,6 @@ _INDEX_NUMBERS = ("index_nbytes_per_object", "open_s", "cpu_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
     parser.add_argument("before", type=Path, help="checkout of the older commit")
     parser.add_argument("after", type=Path, help="checkout of the newer commit")
     parser.add_argument("bench", choices=("ring", "bandwidth", "index"))

@@ -27,7 +27,6 @@ from tutti.errors import TuttiError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of this command."""
     names = "\n".join(f"  {name:<20} {case.__doc__}" for name, case in CASES.items())
     parser.epilog = f"cases:\n{names}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -111,7 +110,6 @@ def run_case(name: str, setup: Setup) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     headers = ["cell", "a", "GB/s", "b", "GB/s", "a/b speed", "b/b speed", "a-b CPU-s/GB"]
     rows, notes = [], []
     for name, cell in result["cells"].items():

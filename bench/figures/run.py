@@ -43,7 +43,6 @@ PAPER = "paper"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("kind", choices=(*KINDS, PAPER), help="what to draw")
     parser.add_argument(
         "inputs", type=Path, nargs="+", metavar="INPUT", help="results (JSON or folder), or CSVs"

@@ -79,12 +79,10 @@ class StorePeer(PlainPeer):
         self._opened.close()
 
     def store(self, batch: int) -> None:
-        """One put."""
         ticket = self._opened.put(_keys(batch), self._pages, memory=self._memory)
         ticket.wait(_WAIT_S)
 
     def load(self, batch: int) -> None:
-        """One load."""
         ticket = self._opened.load(_keys(batch), self._pages, memory=self._memory)
         ticket.wait(_WAIT_S)
         if ticket.keys != BATCH_PAGES:

@@ -108,7 +108,6 @@ class Sample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench peers`."""
     parser.add_argument(
         "--dir",
         nargs="+",
@@ -377,7 +376,6 @@ def _phase(found: list[Sample], base: list[Sample], rounds: int) -> dict[str, An
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables for people."""
     parts = []
     for title, cell in result["cells"].items():
         parts.append(f"{title}, {format_nbytes(cell['page_nbytes'])} each, {result['layout']}")

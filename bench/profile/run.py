@@ -34,7 +34,6 @@ _SLICES = ("64KiB", "256KiB", "1MiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti profile`."""
     parser.add_argument(
         "--medium",
         nargs="+",
@@ -111,7 +110,6 @@ HEAD = ("bytes", "slice", "read GB/s", "write GB/s", "read during write", "write
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD."""
     rows = []
     for row in zip(*(result["io"][d] for d in DIRECTIONS), strict=True):
         nbytes, slice_nbytes, read_us = row[0]
@@ -138,7 +136,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     return "\n".join(
         [table(HEAD, rows_of(result)), *notes_of(result), f"profile in {result['out']}"]
     )

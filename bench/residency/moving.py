@@ -161,7 +161,6 @@ def judge(cells: list[dict[str, Any]], asked_s: float) -> list[dict[str, Any]]:
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD."""
     names = ("course", "configuration", "gb_per_s", "least_ratio", "switches", "switches_max")
     return [
         [f"{row[n]:.2f}" if isinstance(row[n], float) else str(row[n]) for n in names]
@@ -185,7 +184,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     lines = [table(HEAD, rows_of(result)), *notes_of(result)]
     if result["wrong"]:
         lines.append(f"WRONG BYTES in {result['wrong']} pages")

@@ -46,7 +46,6 @@ _SHARE = 0.965
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench residency`."""
     parser.add_argument("--dir", default=".", help="directory for the pool's file")
     parser.add_argument("--working-set", default="1GiB", help="bytes of the working set, W")
     parser.add_argument(
@@ -171,7 +170,6 @@ HEAD = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD."""
     rows = []
     for cell in result["cells"]:
         low, high = cell["read_gb_per_s_range"]
@@ -191,7 +189,6 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     rounds = result["cells"][0]["rounds"]
     return [
         f"W {format_nbytes(result['working_set_nbytes'])}; medians of the last"
@@ -202,7 +199,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A table for people."""
     if "rows" in result:
         return moving.report(result)
     lines = [table(HEAD, rows_of(result)), *notes_of(result)]

@@ -191,7 +191,6 @@ class ServerTimes:
         return self._latency_us
 
     def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
-        """See Profile."""
         if self._compute is not None:
             return self._compute.layer_us(new_tokens, prefix_tokens)
         return self._gpu_scale * self._roofline.layer_us(new_tokens, prefix_tokens)
@@ -214,7 +213,6 @@ class ServerTimes:
         return self._latency_us + moved_us
 
     def write_us(self, nbytes: int) -> float:
-        """See Profile."""
         moved_us = max(self.submit_us(nbytes, write=True), nbytes / self._write * 1e6)
         return self._latency_us + moved_us
 

@@ -72,28 +72,23 @@ class SimulatedMachine:
 
     @property
     def interference(self) -> float:
-        """See Profile."""
         return self.drive.interference
 
     def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
-        """See Profile and Gpu."""
         gpu, n = self.gpu, new_tokens
         whole_us = n * gpu.token_us + n * (prefix_tokens + n / 2) * gpu.pair_ns / 1e3
         return self.compute * whole_us / self.model.layers
 
     def decode_us(self, batch: int, context_tokens: int) -> float:
-        """See Profile and Gpu."""
         gpu = self.gpu
         return self.compute * (
             gpu.decode_base_ms * 1e3 + gpu.decode_token_ns * context_tokens / 1e3
         )
 
     def read_us(self, nbytes: int) -> float:
-        """See Profile."""
         return self.read * (nbytes / self.drive.read_bytes_per_s * 1e6 + self.drive.latency_us)
 
     def write_us(self, nbytes: int) -> float:
-        """See Profile."""
         return self.write * (nbytes / self.drive.write_bytes_per_s * 1e6 + self.drive.latency_us)
 
 

@@ -26,7 +26,6 @@ POINTS_HEAD = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """The table below HEAD."""
     return [
         [
             *(system_of(row), row["router"], f"{row['rate']:.2f}"),
@@ -153,7 +152,6 @@ def fitted_notes(fitted: dict[str, float]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     if "files" in result:
         return f"simulated: wrote {', '.join(result['files'])}"
     parts = []

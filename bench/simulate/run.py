@@ -54,7 +54,6 @@ report = simulate_report.report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti simulate`."""
     add_workload_arguments(parser)
     group = parser.add_argument_group("simulation")
     group.add_argument(

@@ -43,7 +43,6 @@ def compare_results(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparison_report(result: dict[str, Any]) -> str:
-    """A table for people."""
     headers = ["req/s", "system", "TTFT ms", "/ first", "ITL ms", "hits", ""]
     rows = [
         [

@@ -80,7 +80,6 @@ def run_prefix(session: BenchSession, output: Output) -> dict[str, Any]:
 
 
 def prefix_report(result: dict[str, Any]) -> str:
-    """A table for people."""
     headers = ["prefix tokens", "share", "TTFT ms, mean [95 %]", "cached by the server", "failed"]
     rows = [
         [

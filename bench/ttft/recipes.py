@@ -172,7 +172,6 @@ RECIPES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument(
         "name",
         choices=RECIPES,

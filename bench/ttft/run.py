@@ -48,7 +48,6 @@ BUILTIN, SGLANG = "builtin", "sglang"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     add_session_arguments(parser)
     add_workload_arguments(parser)
     group = parser.add_argument_group("measurement")
@@ -138,7 +137,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables for people."""
     if result["benchmark"] == "ttft-compare":
         return comparison_report(result)
     if result["benchmark"] == "ttft-prefix":

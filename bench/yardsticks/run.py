@@ -42,7 +42,6 @@ _TOTALS = ("requests", "hits", "reads", "misses", "errors", "wrong")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     parser.add_argument("--kv-cache", required=True, help="folder kv_cache_benchmark of a checkout")
     parser.add_argument("--dir", default=".", help="folder for the entries (%(default)s)")
     parser.add_argument("--seconds", type=int, default=8, help="length of a round (%(default)s)")
@@ -221,7 +220,6 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
     yardstick = result["yardstick"]
     lines = [f"{settings}; memory limit {result['memory_limit']}"]
@@ -236,12 +234,10 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it and prints the result."""
     from tutti.base.terminal import progress
 
     parser = argparse.ArgumentParser(prog="tutti.bench.yardsticks.run", description=__doc__)

@@ -175,7 +175,8 @@ def bench_command(
 ) -> Callable[[argparse.ArgumentParser], None]:
     """What describes the command of `tutti.bench.NAME`.
 
-    exit_code: of a result; by default wrong bytes fail the command.
+    The module has `add_arguments`, `run`, which gives the result for JSON, and `report`, which
+    makes text of it.  exit_code: of a result; by default wrong bytes fail the command.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,6 @@ def add_list(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> CommandResult:
-    """Inspects all devices."""
     machine = Devices()
     devices, unreadable = [], []
     for name in machine.names():

@@ -37,7 +37,6 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
 
 
 def run_probe(args: argparse.Namespace) -> CommandResult:
-    """Probes the machine."""
     machine = probe_machine(args.path)
     return CommandResult(asdict(machine), _text(machine))
 

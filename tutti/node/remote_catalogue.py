@@ -37,7 +37,6 @@ class RemoteCatalogue:
         return np.concatenate(parts)
 
     def objects(self, keys: Keys) -> list[ObjectInfo]:
-        """See Catalogue."""
         found: list[ObjectInfo] = []
         for some in parts_of(keys, DESCRIBED_MAX):
             found += [ObjectInfo(**info) for info in self._call("objects", keys=some)]
@@ -45,22 +44,18 @@ class RemoteCatalogue:
 
     @takes(timeout_s=seconds)
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
-        """See Catalogue."""
         return sum(
             self._call("delete", timeout_s + _EXTRA_S, keys=some, seconds=timeout_s)
             for some in parts_of(keys, LISTED_MAX)
         )
 
     def pin(self, keys: Keys) -> int:
-        """See Catalogue."""
         return sum(self._call("pin", keys=some) for some in parts_of(keys, LISTED_MAX))
 
     def unpin(self, keys: Keys) -> int:
-        """See Catalogue."""
         return sum(self._call("unpin", keys=some) for some in parts_of(keys, LISTED_MAX))
 
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
-        """See Catalogue."""
         parts = parts_of(keys, LISTED_MAX)
         return sum(self._call("expire", keys=some, ttl_s=ttl_s) for some in parts)
 

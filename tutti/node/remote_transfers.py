@@ -87,19 +87,15 @@ class RemoteJob:
 
     @property
     def done(self) -> bool:
-        """See Transfer."""
         return self._released.is_set()
 
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
-        """See Transfer."""
         return self._released.wait(timeout_s)
 
     def wait_released(self, timeout_s: float) -> bool:
-        """See Transfer."""
         return self._released.wait(timeout_s)
 
     def order_stream(self, stream: int, layers: int) -> None:
-        """See Transfer."""
         raise Unsupported("the agent has no GPU stream; the client orders its own")
 
     def open_gate(self) -> None:

@@ -66,7 +66,6 @@ class SlotExtents(Extents):
         return self.__dict__[name]
 
     def commands(self, cut: CutStruct) -> Runs:
-        """See Extents."""
         slots = np.ascontiguousarray(self.slots)
         arguments = (address(slots), slots.size, ctypes.byref(self._places))
         return fill_runs(_native.quick().gio_slot_runs, arguments, cut, 2 * slots.size + 64)

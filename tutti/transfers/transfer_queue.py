@@ -273,7 +273,6 @@ class TransferQueue(Owned):
             self.dispatcher.leave()
 
     def read(self, launch: Issue) -> None:
-        """See TransferIssuer."""
         with self._lock:
             load = self._loads.get(launch.name)
             if load is None or self._stopping:
@@ -301,7 +300,6 @@ class TransferQueue(Owned):
         dispatcher.decide()
 
     def write(self, launch: Issue) -> None:
-        """See TransferIssuer."""
         end = launch.first + launch.count
         with self._lock:
             put = self._puts.get(launch.name)
@@ -335,7 +333,6 @@ class TransferQueue(Owned):
         raise NotImplementedError("the limits of a pool have no staged pages")
 
     def drop(self, name: str) -> None:
-        """See TransferIssuer."""
         put = self._puts.get(name)
         if put is not None and (waiting := self._give_up(put)).size:
             put.progress.outcome[waiting] = Outcome.DROPPED

@@ -29,7 +29,6 @@ OPENAI, MOONCAKE = "openai", "mooncake"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     add_workload_arguments(parser)
     group = parser.add_argument_group("export")
     group.add_argument(

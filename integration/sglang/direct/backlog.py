@@ -305,7 +305,6 @@ class Backlog(Owned):
         self._queue.leave()
 
     def write(self, launch: Issue) -> None:
-        """See WriteIssuer."""
         with self._changed:
             self._parts[launch.name][1].granted = launch.first + launch.count
         self._puts.put(launch.name)
@@ -323,7 +322,6 @@ class Backlog(Owned):
         self._copies.put(name)
 
     def drop(self, name: str) -> None:
-        """See WriteIssuer."""
         offload, part = self._parts[name]
         longest = self._longest[part.stored_pool.name]
         kind, why = _TOO_LONG if part.pages > longest else _FULL

@@ -86,7 +86,6 @@ class Maintenance(Owned):
                 self._minutes.tick(time.monotonic())
 
     def refresh(self) -> None:
-        """Updates the counters."""
         self._metrics.from_store(self._store.stats(), self._page_tokens)
         for direction, breaker in self._breakers.items():
             self._metrics.level("breaker_open", int(not breaker.closed), direction)

@@ -208,7 +208,6 @@ class ReadAhead(Owned):
             self._queue.leave()
 
     def read(self, launch: Issue) -> None:
-        """See LoadIssuer."""
         with self._changed:
             if self._piece is not None and self._piece.name == launch.name:
                 self._piece.is_issued = True

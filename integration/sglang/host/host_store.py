@@ -241,7 +241,6 @@ class HostStore:
         return self._guard("clear", False, forget)
 
     def refresh(self) -> None:
-        """Updates the counters."""
         page_tokens = self.store.layout.page_size
         self._guard(
             "statistics", None, lambda: self.metrics.from_store(self.store.stats(), page_tokens)

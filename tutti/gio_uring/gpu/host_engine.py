@@ -110,7 +110,6 @@ class _Through:
     engine: Engine
 
     def submit(self, *request: Any, **options: Any) -> MovedJob:
-        """See `HostEngine.submit`."""
         return self.gpu.submit(*request, engine=self.engine, **options)
 
 
