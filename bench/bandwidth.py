@@ -252,7 +252,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     direct = "direct I/O" if result.get("direct_io", True) else "BUFFERED: the page cache helps"
     notes = [
         f"{result['controller']} controller, {result.get('executor', 'no')} executor, {direct}; "
-        f"verify {result['verify']}, durability {result['durability']}",
+        f"verify {result['verify']}, durability {result['durability']}"
     ]
     return notes + ([f"WRONG BYTES in {result['wrong']} pages"] if result["wrong"] else [])
 

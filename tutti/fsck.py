@@ -141,11 +141,7 @@ class RepairReport:
 
 
 def check_files(
-    paths: Sequence[str],
-    progress: ProgressFactory,
-    *,
-    sample: int | None = None,
-    seed: int = 0,
+    paths: Sequence[str], progress: ProgressFactory, *, sample: int | None = None, seed: int = 0
 ) -> FsckReport:
     """Checks the pool in these files or on these drives, which must not be open; see `check`."""
     with open_controller(paths) as controller:
@@ -344,12 +340,7 @@ class _Tables:
             return None
 
     def _confirmed(
-        self,
-        part: Entries,
-        records: Entries,
-        verdict: Verdict,
-        member: int,
-        done: int,
+        self, part: Entries, records: Entries, verdict: Verdict, member: int, done: int
     ) -> Entries:
         """The entries whose record says the same; the others are findings."""
         held = verdict[(part["slot"] - done).astype(np.int64)] == RecordState.READY

@@ -74,10 +74,7 @@ class NativeDigests(ctypes.Structure):
 class NativeLoadTables(ctypes.Structure):
     """`struct tutti_load_tables`."""
 
-    _fields_ = (
-        *members(ctypes.c_void_p, "index reuse digests"),
-        ("group_slots", ctypes.c_uint64),
-    )
+    _fields_ = (*members(ctypes.c_void_p, "index reuse digests"), ("group_slots", ctypes.c_uint64))
 
 
 class NativeRecordIdentity(ctypes.Structure):
@@ -156,7 +153,7 @@ Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
 
 #: In microseconds for a few records.
 _FILL: Prototypes = {
-    "tutti_records_fill": (None, (_POINTER, _U64, _POINTER, _U32, *[_POINTER] * 4)),
+    "tutti_records_fill": (None, (_POINTER, _U64, _POINTER, _U32, *[_POINTER] * 4))
 }
 
 _PROTOTYPES: Prototypes = {

@@ -244,10 +244,7 @@ def cpu_verify(setup: Setup) -> Cells:
         # One batch of 64 MiB at a time: little enough memory that much of it stays in a cache.
         plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
         bare = replace(plan, verify="off")
-        with (
-            setup.pool("verified", plan) as verified,
-            setup.pool("bare", bare) as unverified,
-        ):
+        with setup.pool("verified", plan) as verified, setup.pool("bare", bare) as unverified:
             nbytes = _calibrated(setup, unverified)
             cells[cell] = setup.compare(
                 pool_system("verify always", verified, phase, nbytes),

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.base.units import MiB
-from tutti.bench.fio import (
-    IODEPTH,
-    FioJob,
-    hugepages_of,
-    prepare_file,
-    reserved_hugepages,
-    run_fio,
-)
+from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, prepare_file, reserved_hugepages, run_fio
 from tutti.bench.peers.peer import PeerPlan
 from tutti.errors import Unsupported
 

@@ -22,12 +22,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.simulate.calibration import Calibration
 from tutti.bench.simulate.points import HALF_GLM, HITS, K, PaperMachine, points
-from tutti.bench.simulate.settings import (
-    ASSUMED,
-    LONGER_STEPS,
-    SETTINGS,
-    Setting,
-)
+from tutti.bench.simulate.settings import ASSUMED, LONGER_STEPS, SETTINGS, Setting
 from tutti.scheduler.roofline import ModelShape
 
 SIMULATED = "simulated"

@@ -118,10 +118,7 @@ def _turns(target: Target) -> dict[str, Any]:
     requests = {"requests": args.clients * args.rounds}
     if "error" not in answer:
         rounds = answer["value"]["rounds"].values()
-        return requests | {
-            "completed": sum(one["request_count"] for one in rounds),
-            "passed": True,
-        }
+        return requests | {"completed": sum(one["request_count"] for one in rounds), "passed": True}
     if answer["error"] != "AssertionError":
         why = f"{answer['error']}: {answer['why']}"
         raise ServerError(f"SGLang's multi-turn test did not run: {why}")

@@ -38,9 +38,7 @@ example: a pool that no process has open, then a pool of an agent (`tutti serve`
 def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
     parser.epilog = _EXAMPLE.format(name=name, more=more)
     parser.add_argument(
-        "pool",
-        metavar="POOL",
-        help="file or device of a closed pool, or unix:SOCKET of an agent",
+        "pool", metavar="POOL", help="file or device of a closed pool, or unix:SOCKET of an agent"
     )
     parser.add_argument(
         "--member",

@@ -177,13 +177,7 @@ class AgentSession:
         callback(written)
 
     def write(
-        self,
-        job: MoveJob,
-        pages: U32,
-        memory: PagedMemory,
-        timeout_s: float,
-        *,
-        held: bool = False,
+        self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float, *, held: bool = False
     ) -> Transfer:
         """Writes pages (of the whole plan) where a job says, and reports it.
 

@@ -21,14 +21,7 @@ from tutti.base.callbacks import check_not_called
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
 from tutti.base.units import parse_nbytes
-from tutti.errors import (
-    AgentLost,
-    AgentRefused,
-    ConfigError,
-    DeviceTimeout,
-    PoolClosed,
-    TuttiError,
-)
+from tutti.errors import AgentLost, AgentRefused, ConfigError, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
@@ -39,14 +32,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.node.client_transfers import PLAN_S, ClientLoader, ClientState, ClientWriter
 from tutti.node.connection import speeds_of
 from tutti.node.kept_session import KeptSession
-from tutti.node.messages import (
-    LISTED_MAX,
-    VERSION,
-    Hello,
-    Match,
-    Present,
-    Unpin,
-)
+from tutti.node.messages import LISTED_MAX, VERSION, Hello, Match, Present, Unpin
 from tutti.node.remote_catalogue import RemoteCatalogue, parts_of
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, find_schedule, is_off
 from tutti.scheduler.dispatcher import Schedule

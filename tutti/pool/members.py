@@ -176,10 +176,7 @@ class Members(Owned):
         self._write_both(self._updated(lambda s: replace(s, epoch=epoch, snapshot=None)))
 
     def _change(
-        self,
-        state: PoolState,
-        next_sequence: int,
-        snapshots: Sequence[SnapshotDescriptor | None],
+        self, state: PoolState, next_sequence: int, snapshots: Sequence[SnapshotDescriptor | None]
     ) -> None:
         self._write_next(
             self._updated(

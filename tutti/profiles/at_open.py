@@ -29,12 +29,7 @@ from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.loads_and_writes import Profile
 from tutti.scheduler.policy import UNBOUNDED, Limits
-from tutti.scheduler.profile import (
-    MACHINE_KEYS,
-    TableProfile,
-    estimated_document,
-    load_profile,
-)
+from tutti.scheduler.profile import MACHINE_KEYS, TableProfile, estimated_document, load_profile
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS, ModelShape
 
 AUTO, OFF = "auto", "off"

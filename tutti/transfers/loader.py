@@ -239,12 +239,7 @@ class Loader:
             settle.end_part()
 
     def _load_part(
-        self,
-        progress: LoadProgress,
-        batch: _Pages,
-        part: _Rows,
-        settle: _Settle,
-        order: Order,
+        self, progress: LoadProgress, batch: _Pages, part: _Rows, settle: _Settle, order: Order
     ) -> None:
         core = self._core
         rows, unknown, verify, whole = part

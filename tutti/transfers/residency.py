@@ -26,11 +26,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import BlockRange, FileController
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING, SlotState
-from tutti.scheduler.residency_policy import (
-    Governor,
-    Look,
-    plan_groups,
-)
+from tutti.scheduler.residency_policy import Governor, Look, plan_groups
 from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)

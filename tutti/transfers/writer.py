@@ -157,11 +157,7 @@ class Writer:
             return PlannedPut(chain, self._flushes_failed, time.monotonic())
 
     def written_elsewhere(
-        self,
-        put: PlannedPut,
-        status: U32,
-        digests: U64 | None,
-        over: Callable[[PutProgress], None],
+        self, put: PlannedPut, status: U32, digests: U64 | None, over: Callable[[PutProgress], None]
     ) -> None:
         """Pages of a chain that was planned are written.  status, digests: of those with slots.
 
