@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
+from waiting import wait_until
 
 from tutti.gio_uring.gpu.driver import CudaDriver
 from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
@@ -14,13 +12,6 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 Bytes = npt.NDArray[np.uint8]
-
-
-def wait_for(is_done: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        assert time.monotonic() < deadline, "the GPU did not end"
-        time.sleep(0.0005)
 
 
 class Allocation:
@@ -62,7 +53,7 @@ class Allocation:
         return self._host.array.copy()
 
     def wait(self) -> None:
-        wait_for(lambda: self.driver.is_stream_done(self._stream))
+        wait_until(lambda: self.driver.is_stream_done(self._stream))
 
     def close(self) -> None:
         self.driver.destroy_stream(self._stream)

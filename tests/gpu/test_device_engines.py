@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import xxhash
-from gpu.device_memory import Allocation, page_bytes, paged, wait_for
+from gpu.device_memory import Allocation, page_bytes, paged
 from memory_controller import Faults, MemoryController
+from waiting import wait_until
 
 from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_code import Modules
@@ -203,7 +204,7 @@ def test_an_idle_persistent_kernel_ends_and_comes_back(
             compute = driver.create_stream()
             for layer in range(LAYERS):
                 job.order_stream(compute, layer + 1)
-            wait_for(lambda stream=compute: driver.is_stream_done(stream))  # type: ignore[misc]
+            wait_until(lambda stream=compute: driver.is_stream_done(stream))  # type: ignore[misc]
             driver.destroy_stream(compute)
             assert not job.page_status.any()
         assert (memory.read() == content).all()
@@ -257,7 +258,7 @@ def test_digests_of_every_length(
         launch_layer(driver, modules["gio_verify"], batch, 0, stream, 1, threads=64)
         assert batch.digests_offset is not None
         batch.download(driver, batch.digests_offset, 8, stream)
-        wait_for(lambda: driver.is_stream_done(stream))
+        wait_until(lambda: driver.is_stream_done(stream))
         found = int(batch.result(batch.digests_offset, 8).view(np.uint64)[0])
         assert found == xxhash.xxh3_64_intdigest(content[:nbytes].tobytes()), nbytes
         owner.is_free = lambda: True

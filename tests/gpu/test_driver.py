@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
-from gpu.device_memory import Allocation, wait_for
+from gpu.device_memory import Allocation
+from waiting import wait_until
 
 from tutti.errors import CudaError
 from tutti.gio_uring.gpu import driver as gpu_driver
@@ -47,7 +48,7 @@ def words(driver: CudaDriver) -> Iterator[PinnedMemory]:
 
 
 def done(driver: CudaDriver, stream: int) -> bool:
-    wait_for(lambda: driver.is_stream_done(stream))
+    wait_until(lambda: driver.is_stream_done(stream))
     return True
 
 

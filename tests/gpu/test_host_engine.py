@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from gpu.device_memory import Allocation, wait_for
+from gpu.device_memory import Allocation
 from memory_controller import Faults, MemoryController
+from waiting import wait_until
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, some_keys
 from tutti.errors import DeviceTimeout, MediumError, Unsupported
@@ -102,7 +103,7 @@ def test_a_compute_stream_waits_for_its_layer(driver: CudaDriver, rng: np.random
             ticket.order_stream(compute, layer)
             source = int(pool.memory.bases[layer, 0]) + 9 * pool.memory.stride_nbytes[0]
             driver.copy(out.address + layer * n, source, n, compute)
-        wait_for(lambda: driver.is_stream_done(compute))
+        wait_until(lambda: driver.is_stream_done(compute))
         ticket.wait(30)
         step = sum(LAYOUT.segments)
         expected = b"".join(contents[1][i * step :][:n] for i in range(LAYOUT.layers))
@@ -128,7 +129,7 @@ def test_a_dead_controller_lets_every_stream_go(
         with pytest.raises((DeviceTimeout, MediumError)):
             ticket.wait(30)
         for stream in streams:
-            wait_for(lambda stream=stream: driver.is_stream_done(stream))  # type: ignore[misc]
+            wait_until(lambda stream=stream: driver.is_stream_done(stream))  # type: ignore[misc]
             driver.destroy_stream(stream)
         assert ticket.failed().size
         controller.set_faults(None)
@@ -168,7 +169,7 @@ def test_green_contexts_and_torch_streams(driver: CudaDriver) -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         total = torch.arange(1000, device="cuda").sum()
-    wait_for(lambda: driver.is_stream_done(stream))
+    wait_until(lambda: driver.is_stream_done(stream))
     assert int(total) == 499500
     part.close()
 

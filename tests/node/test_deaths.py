@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from crash.objects import when_unlocked
 from node.agents import LAYOUT, WAIT_S, running, start_process
+from waiting import wait_until
 
 import tutti
 import tutti.errors
@@ -46,13 +47,6 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
         if process.poll() is None:
             process.kill()
             process.communicate(timeout=WAIT_S)
-
-
-def wait_until(condition: object, timeout_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline_s, "it did not come true"
-        time.sleep(0.02)
 
 
 def stop(process: subprocess.Popen[str]) -> None:

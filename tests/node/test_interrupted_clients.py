@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from node.agents import WAIT_S, running
-from node.test_deaths import wait_until
+from waiting import wait_until
 
 from store.pools import Bytes, some_keys
 from tutti.node.client import NodeStore

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running, start_process
-from node.test_deaths import wait_until
+from waiting import wait_until
 
 from store.pools import some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout
@@ -138,6 +138,7 @@ def test_a_connection_too_many_fails_one_call(tmp_path: Path, rng: np.random.Gen
     with running(tmp_path / "agent", **options) as agent, agent.connect() as store:
         store.allocate_memory(4)
         keys = some_keys(rng, 4)
+        wait_until(lambda: agent.agent.counters.connections == 1)  # that of the profile has ended
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
             other.connect(agent.path)
             wait_until(lambda: agent.agent.counters.connections == 2)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from free_ports import free_port
 from node.agents import LAYOUT, start_process
-from node.test_deaths import wait_until
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler.drive import Linear
+from waiting import wait_until
 
 import tutti
 from store.pools import fill, some_keys

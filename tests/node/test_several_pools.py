@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running
-from node.test_deaths import wait_until
+from waiting import wait_until
 
 from store.pools import some_keys
 from tutti.errors import CapacityError, DeviceTimeout, PoolNotFound, TuttiError

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import hashlib
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
+from waiting import wait_until as wait_for
 
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.staging_pages import StagingPages
@@ -194,15 +193,6 @@ def transfer(names: Sequence[str], pages: Sequence[int] | None = None) -> PoolTr
 def names(count: int, salt: str = "") -> list[str]:
     """Page hashes as SGLang writes them."""
     return [hashlib.sha256(f"{salt}/{i}".encode()).hexdigest() for i in range(count)]
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        if time.monotonic() > deadline:
-            faulthandler.dump_traceback(all_threads=True)
-            raise AssertionError("it does not happen; standard error has what every thread does")
-        time.sleep(0.002)
 
 
 def in_use(staging: StagingPages) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 
@@ -36,10 +34,3 @@ class Kept:
                 target = os.readlink(f"/proc/self/fd/{fd}")
                 found[target] += target == self._path or target.startswith("anon_inode:")
         return found
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.01)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from memory_controller import Faults
 from scheduler.drive import Linear
+from waiting import wait_until
 
-from store.kept import wait_until
 from store.pools import controller_of, fill, formatted, opened, some_keys
 from tutti.errors import DeviceTimeout
 from tutti.placement.index import SlotState

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from memory_controller import Faults
 from slot_addresses import slot_lba
+from waiting import wait_until
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import (
@@ -62,13 +62,6 @@ class Held:
         self._is_open = True
         for call in self.calls:
             call()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tutti
-from store.kept import Kept, wait_until
+from store.kept import Kept
 from store.pools import some_keys
 from store.storm import LAYOUT, PAGES, left
 from tutti.base import interrupts

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scheduler.drive import Linear
+from waiting import wait_until
 
 import tutti
 from store.pools import LAYOUT, some_keys
@@ -27,14 +26,6 @@ class OneByOne:
     def decide(self, state: State) -> Decision:
         waiting = state.unwritten.values()
         return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether a condition holds in time."""
-    end_s = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.001)
-    return condition()
 
 
 def test_a_put_that_finds_no_space_cuts_no_other_that_is_written_with_it(
@@ -57,12 +48,12 @@ def test_a_put_that_finds_no_space_cuts_no_other_that_is_written_with_it(
             patch.setattr(store._writer, "put", lambda given: parts.extend(given))
             patch.setattr(store._queue, "_short", 1)  # each page is a part, which starts at once
             short = store.put(some_keys(rng, 2), [0, 1])
-            assert until(lambda: len(parts) == 2)
+            wait_until(lambda: len(parts) == 2)
             long = store.put(some_keys(rng, slots), np.full(slots, 2))
-            assert until(lambda: len(parts) == 2 + slots)
+            wait_until(lambda: len(parts) == 2 + slots)
         first, last, *others = parts
         assert write([first, *others]) is None
-        assert until(lambda: long.done)
+        wait_until(lambda: long.done)
         store.unpin("held")
         assert write([last]) is None
         assert (short.wait(10).stored, short.wait(10).dropped) == (2, 0)

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from crash.objects import when_unlocked
+from waiting import wait_until
 
 import tutti
 from store.limited_memory import machine_of, set_limit
@@ -279,23 +278,16 @@ def test_what_was_admitted_ends_before_a_standstill_and_the_next_waits() -> None
         threads = [threading.Thread(target=stand), threading.Thread(target=enter)]
         with core.admitted(10):
             threads[0].start()
-            assert wait_until(lambda: not core.ready)
+            wait_until(lambda: not core.ready)
             assert not inside.wait(0.1), "it stood still during an operation"
             order.append("first")
         threads[1].start()
         assert inside.wait(10)
-        assert wait_until(lambda: threads[1].is_alive())
+        wait_until(lambda: threads[1].is_alive())
         leave.set()
         for thread in threads:
             thread.join(10)
     assert order == ["first", "still", "moving", "admitted"]
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s and not condition():
-        time.sleep(0.001)
-    return condition()
 
 
 def planned_groups(store: ObjectStore) -> int:
@@ -320,7 +312,7 @@ def test_groups_follow_the_memory_and_no_look_up_misses(paths: list[Path], tmp_p
                 check_load(store, pool, keys, contents)
                 return planned_groups(store) == groups
 
-            assert until(arrived), f"{planned_groups(store)} groups, {groups} fit"
+            wait_until(arrived, f"{groups} groups fit, but others are planned")
             assert misses == 0
             assert len(file_of(store).buffered) <= groups
         stats = store.stats()
@@ -338,15 +330,15 @@ def test_a_control_group_that_vanishes_changes_nothing(
         store.residency.follow(1.0, root=root)
         whole = store.residency.replan(budget_nbytes=1 << 40).buffered_groups
         set_limit(root, 0)
-        assert until(lambda: planned_groups(store) == 0)
+        wait_until(lambda: planned_groups(store) == 0)
         assert "no memory is free (control group, version 2)" in caplog.text
         set_limit(root, 2 * store.geometry.group_nbytes)
-        assert until(lambda: planned_groups(store) == 2)
+        wait_until(lambda: planned_groups(store) == 2)
         for name in ("memory.max", "memory.stat"):
             (root / "sys/fs/cgroup/job" / name).unlink()
-        assert until(lambda: "limit of memory is gone" in caplog.text)
+        wait_until(lambda: "limit of memory is gone" in caplog.text)
         (root / "proc/meminfo").unlink()
-        assert until(lambda: "keeps its groups: " in caplog.text)
+        wait_until(lambda: "keeps its groups: " in caplog.text)
         assert planned_groups(store) == 2 < whole
         assert caplog.text.count("limit of memory is gone") == 1
 
@@ -358,12 +350,12 @@ def test_after_a_limit_is_lifted_the_plan_follows_the_machine(
     with open_pool(paths) as store:
         store.residency.follow(1.0, root=root)
         set_limit(root, 2 * store.geometry.group_nbytes)
-        assert until(lambda: planned_groups(store) == 2)
+        wait_until(lambda: planned_groups(store) == 2)
         set_limit(root, "max")
-        assert until(lambda: planned_groups(store) > 2)
+        wait_until(lambda: planned_groups(store) > 2)
         available_kib = store.geometry.group_nbytes // 1024
         (root / "proc/meminfo").write_text(f"MemAvailable: {available_kib} kB\n")
-        assert until(lambda: planned_groups(store) == 1)
+        wait_until(lambda: planned_groups(store) == 1)
         assert "limit of memory is gone" not in caplog.text
 
 
@@ -381,7 +373,7 @@ def test_without_free_memory_a_pool_opens_and_all_goes_by_direct_io(
         contents = fill(pool, range(PAGES), np.random.default_rng(8))
         assert store.put(keys, np.arange(PAGES)).wait(30).stored == PAGES
         check_load(store, pool, keys, contents)
-        assert until(lambda: "no memory is free" in caplog.text)
+        wait_until(lambda: "no memory is free" in caplog.text)
         assert planned_groups(store) == 0 == store.residency.resident_nbytes()
         assert store.stats()["residency_switches"] == 0
 
@@ -430,12 +422,3 @@ def test_a_share_is_followed_by_default_and_the_thread_ends(paths: list[Path]) -
     assert not running()
     with pytest.raises(ConfigError, match="residency"):
         StoreConfig(residency="sometimes")
-
-
-def until(done: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        if done():
-            return True
-        time.sleep(0.02)
-    return False

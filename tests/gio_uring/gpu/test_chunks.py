@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from gio_uring.gpu.test_host_engine import rig_over_memory
 from memory_controller import Faults, MemoryController
+from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
@@ -23,13 +23,6 @@ from tutti.gio_uring.iocb import Extents
 
 #: Staging in which a read of 24 pages goes in more than eight chunks.
 SHORT = 80 << 10
-
-
-def eventually(is_true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 def memory_of(rig: object) -> MemoryController:
@@ -75,7 +68,7 @@ def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(seed: int) 
         rig.driver.wait_value(rig.gpu._loads.streams[0], word, 1)
         ticket = rig.store.load(keys, pages)
         ticket.order_stream(compute, 1)
-        eventually(
+        wait_until(
             lambda: [rig.layer_bytes(p, 1) for p in pages] == [c[width:][:width] for c in contents],
             "layer 1 waits for the copies of layer 0",
         )
@@ -146,7 +139,7 @@ def test_a_put_frees_its_stream_while_the_medium_stands_still(seed: int) -> None
         memory_of(rig).set_faults(Faults(stall_from=1))
         waits = rig.driver.calls.get("cuStreamWaitValue32", 0)
         ticket = rig.store.put(keys, pages)
-        eventually(rig.gpu._stores.is_idle, "the copies wait for the medium")
+        wait_until(rig.gpu._stores.is_idle, "the copies wait for the medium")
         assert not ticket.done
         assert rig.driver.calls.get("cuStreamWaitValue32", 0) == waits
         memory_of(rig).set_faults(None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.gpu.test_device_engine import device_rig
 from memory_controller import MemoryController
+from waiting import wait_until
 
 from tutti.errors import CudaError
 from tutti.gio_uring.engine import Engine
@@ -74,13 +74,6 @@ def interrupt(nth: int, call: Callable[[], object]) -> str:
     return hit.place
 
 
-def eventually(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
 class HostRig:
     """The engine `host`: reads go in chunks, writes have a place for each layer."""
 
@@ -121,7 +114,7 @@ class HostRig:
             assert not self.is_device_busy(), f"{place}: the device still uses it"
             return True
 
-        eventually(is_free, f"{place}: the staging never comes back")
+        wait_until(is_free, f"{place}: the staging never comes back")
 
 
 @contextmanager
@@ -208,7 +201,7 @@ def test_the_start_of_a_job_of_kernels_is_interrupted_anywhere(
 
             place = interrupt(nth, submit)
             if place:
-                eventually(lambda rig=rig: rig.engine.wait_idle(0), f"{place}: a stream waits")  # type: ignore[misc]
+                wait_until(lambda rig=rig: rig.engine.wait_idle(0), f"{place}: a stream waits")  # type: ignore[misc]
                 is_free = rig.engine.stream_queue.staging.arena.in_use == 0
                 seen.add(is_free)
                 # Either nothing of it is on its way, or it is kept until the controller was reset.
