@@ -260,11 +260,15 @@ $(VENV)/.venv:
 	  echo "no environment in $(VENV): install python3-venv or uv, then repeat" >&2; exit 1; }
 	@touch $@
 
+# Started in the folder above a clone called tutti, Python would take the clone for a package without
+# an __init__.py before it asks setuptools' finder. A package on sys.path comes before both.
 $(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
 	@command -v $(or $(CXX),g++) > /dev/null || { \
 	  echo "no C++ compiler: install g++, or name one with CXX=..." >&2; exit 1; }
 	@$(INSTALL) -e . || { echo "not installed, see above: without a package index (or a mirror that" \
 	  "pip's settings name), install as CONTRIBUTING.md says under 'Without a network'" >&2; exit 1; }
+	@site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); mkdir -p $$site/tutti-checkout; \
+	  ln -sfn $(CURDIR)/tutti $$site/tutti-checkout/tutti; echo tutti-checkout > $$site/tutti-checkout.pth
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.core

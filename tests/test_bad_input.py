@@ -209,6 +209,12 @@ def test_a_read_only_file(public: Path) -> None:
     assert re.match("PoolReadOnly.*change its permissions or remount", said), said
 
 
+def test_a_directory_of_another_user(public: Path) -> None:
+    public.parent.chmod(0o700)
+    said = output_as_nobody("tutti.store.open(sys.argv[1])", public)
+    assert re.match("PoolReadOnly.*change its permissions or remount", said), said
+
+
 def test_a_read_only_directory(public: Path) -> None:
     public.parent.chmod(0o555)
     layout = "tutti.KVLayout.mha(4, 2, 64, 16, 'bfloat16', model='test-model')"

@@ -51,7 +51,7 @@ _EXIT_CODES = (
 
 def _pages() -> Path:
     """Where the pages are that help texts and errors call docs/NAME.md."""
-    package = Path(__file__).parent
+    package = Path(__file__).resolve().parent
     installed, checkout = package / "docs", package.parent / "docs"
     return installed if installed.exists() else checkout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_a_build_without_compiler_or_package_index(tmp_path: Path, given: str, s
     assert said in ended.stderr
 
 
+def test_python_started_in_the_folder_above_the_clone(tmp_path: Path) -> None:
+    """Python takes a folder called tutti for a package before it asks setuptools' finder."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True, timeout=60
+    )
+    (tmp_path / ".venv").touch()
+    (tmp_path / "above/tutti/tutti").mkdir(parents=True)
+    words = ["make", f"VENV={tmp_path}", "INSTALL=true", f"{tmp_path}/.core"]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=60)
+    program = "import tutti; print(tutti.__file__)"
+    env = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+    words = [f"{tmp_path}/bin/python", "-c", program]
+    found = subprocess.check_output(words, cwd=tmp_path / "above", env=env, text=True, timeout=60)
+    assert Path(found.strip()).samefile(ROOT / "tutti/__init__.py")
+
+
 def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = sentence(capsys, "format", tmp_path / "p", "--capacity", "900TiB", *SMALL)
     assert "free" in said
@@ -58,6 +75,16 @@ def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist; correct the path" in sentence(capsys, "info", tmp_path / "nothing")
+
+
+def test_the_socket_of_an_agent_in_place_of_a_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tutti.sock"
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(path))
+        said = sentence(capsys, "ls", path)
+    assert said.endswith(f"is a socket; for the pools of an agent give unix:{path}")
 
 
 def test_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +110,14 @@ def test_a_link_to_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_pool_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with store.open(tmp_path / "p", layout=LAYOUT, capacity="16MiB"):
-        assert "in use" in sentence(capsys, "fsck", tmp_path / "p")
+        assert "in use by another store of this" in sentence(capsys, "fsck", tmp_path / "p")
+        ended = subprocess.run(
+            [sys.executable, "-m", "tutti.cli", "ls", tmp_path / "p"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert f"is in use by process {os.getpid()}; close it there" in ended.stderr
 
 
 def test_a_server_that_is_not_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

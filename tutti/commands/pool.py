@@ -25,6 +25,7 @@ from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
 from tutti.gio_uring.drives.generic_device import readable_path
+from tutti.gio_uring.file_member import lock_owner
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
 from tutti.medium.slot_record import RecordState
@@ -255,7 +256,7 @@ def _read_file(path: str) -> _Member:
             # What was written around the block layer is not in the page cache, and what a running
             # pool keeps there stays.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-        owner = _lock_owner(status)
+        owner = lock_owner(status)
         member = _read_member(path, partial(_read_blocks, fd), owner)
         check_size(os.lseek(fd, 0, os.SEEK_END), member.superblock.geometry, path)
         return member
@@ -291,23 +292,6 @@ def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | 
         return None, None
     objects = int(np.count_nonzero(entries["state"] == RecordState.READY))
     return objects, entries.size - objects
-
-
-def _lock_owner(status: os.stat_result) -> int | None:
-    """The process that holds the lock on a file, as /proc/locks shows it (proc(5)).
-
-    Taking the lock to find out would make an opening at the same moment fail.
-    """
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        words = line.split()
-        if "FLOCK" in words and "->" not in words and wanted in words:
-            return int(words[words.index(wanted) - 1])
-    return None
 
 
 def _state(members: list[_Member], owners: list[int]) -> str:

@@ -303,6 +303,8 @@ def open_error(path: str, error: OSError) -> TuttiError:
         return PoolNotFound(f"{path} does not exist; format a pool there, or correct the path")
     if error.errno in _READ_ONLY_ERRNOS:
         return PoolReadOnly(f"{reason}; change its permissions or remount it writable")
+    if error.errno == errno.ENXIO and Path(path).is_socket():
+        return ConfigError(f"{path} is a socket; for the pools of an agent give unix:{path}")
     if error.errno in (errno.ENXIO, errno.ENODEV, errno.EIO):
         return MediumError(f"{reason}; check the device")
     return ConfigError(f"{reason}; give a file or a block device")
@@ -341,9 +343,10 @@ def lock_file(fd: int, name: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise PoolInUse(
-            f"{name} is in use by another process or another store; close it there first"
-        ) from error
+        owner = lock_owner(os.fstat(fd))
+        who = f"process {owner}" if owner and owner > 0 else "another process"
+        who = "another store of this process" if owner == os.getpid() else who
+        raise PoolInUse(f"{name} is in use by {who}; close it there first") from error
     except OSError as error:
         reason = f"cannot lock {name}: {error.strerror}"
         raise MediumError(f"{reason}; put it on a file system with flock(2)") from error
@@ -353,3 +356,20 @@ def lock_file(fd: int, name: str) -> None:
             f"process {user} still has {name} open, from an agent that ended; it closes it by"
             " itself once its transfers have ended, or when it is ended"
         )
+
+
+def lock_owner(status: os.stat_result) -> int | None:
+    """The process that holds the lock on a file, as /proc/locks shows it (proc(5)).
+
+    Taking the lock to find out would make an opening at the same moment fail.
+    """
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and "->" not in words and wanted in words:
+            return int(words[words.index(wanted) - 1])
+    return None

@@ -94,7 +94,13 @@ def exists(path: str) -> bool:
     """Whether a file, a device or a drive is there."""
     if is_drive(path):
         return (PCI_DEVICES / NamedDrive.parse(path).bdf).exists()
-    return os.path.exists(path)
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True  # opening it raises the reason
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def check_distinct(names: Sequence[str]) -> None:

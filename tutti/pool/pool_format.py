@@ -169,8 +169,8 @@ def format_missing(
             continue
         if capacity is None or layout is None:
             raise PoolNotFound(
-                f"{names[0]} does not exist; correct the path, or give layout and capacity for a "
-                "new pool"
+                f"{names[0]} does not exist; correct the path, or make a pool: `tutti format`, or"
+                " give layout and capacity to tutti.open"
             )
         with contextlib.suppress(PoolExists):
             format(names, layout, capacity, executor=executor)
