@@ -54,7 +54,10 @@ def own_cluster(nbytes: int) -> Iterator[str]:
 def _started(name: str, *options: str) -> Iterator[None]:
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
-        raise Unsupported("this bench needs Mooncake's client: pip install 'tutti-kv[cluster]'")
+        raise Unsupported(
+            "this bench needs Mooncake's client; in a clone of this project:"
+            " pip install '.[cluster]'"
+        )
     # The program itself: what pip puts on PATH starts it as a child, which a kill would not reach.
     command = [str(Path(spec.origin).parent / name), *options]
     quiet = {"GLOG_minloglevel": "2", **os.environ}

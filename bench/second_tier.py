@@ -261,7 +261,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     start_s = time.monotonic()
     remote = args.remote and RemoteConfig.parse(args.remote)
     if importlib.util.find_spec("mooncake") is None:
-        raise Unsupported("this bench needs Mooncake's client: pip install 'tutti-kv[cluster]'")
+        raise Unsupported(
+            "this bench needs Mooncake's client; in a clone of this project:"
+            " pip install '.[cluster]'"
+        )
     layout = KVLayout.mha(
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
     )

@@ -32,7 +32,8 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as _missing:
     raise Unsupported(
-        "metrics need the package prometheus-client; install tutti-kv[node]"
+        "metrics need the package prometheus-client; in a clone of this project:"
+        " pip install '.[node]'"
     ) from _missing
 
 #: Name without prefix: (key of ``store.stats()`` or of its "scheduler", meaning).  Prometheus

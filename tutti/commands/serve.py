@@ -183,7 +183,9 @@ def _remote(url: str | None) -> RemoteConfig | None:
         return None
     config = RemoteConfig.parse(url)
     if importlib.util.find_spec("mooncake") is None:
-        raise Unsupported("--remote needs Mooncake's client; install tutti-kv[cluster]")
+        raise Unsupported(
+            "--remote needs Mooncake's client; in a clone of this project: pip install '.[cluster]'"
+        )
     return config
 
 

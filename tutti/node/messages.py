@@ -21,7 +21,8 @@ try:
     import msgspec
 except ImportError as _missing:
     raise Unsupported(
-        "the agent and its clients need the package msgspec; install tutti-kv[node]"
+        "the agent and its clients need the package msgspec; in a clone of this project:"
+        " pip install '.[node]'"
     ) from _missing
 
 VERSION = 5
