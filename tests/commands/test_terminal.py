@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from manual_clock import ManualClock
 
 from tutti.base.terminal import Progress, facts, table
@@ -37,6 +38,19 @@ def test_progress_on_a_terminal_is_redrawn_ten_times_a_second() -> None:
     assert len(pictures) == 11
     assert pictures[4].startswith("scan [############............]  50% 500 of 1000")
     assert stream.getvalue().endswith("\n")
+
+
+def test_output_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, clock = Terminal(), ManualClock()
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout", stream)
+    with Progress("pages of 16 tokens", 1000, stream=stream, clock=clock) as bar:
+        clock.advance(100.0)
+        bar.advance(300)
+    drawn = stream.getvalue().split("\r")[1].removesuffix("\x1b[K")
+    assert drawn == "pages of 16 tokens [#######.................]  30% 300 of 1"
+    rows = [["path", "a text that is " + "long " * 20], ["disk", "short"]]
+    assert max(map(len, table(["what", "why"], rows).splitlines())) <= 60
 
 
 def test_short_work_shows_no_progress() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from tutti.base.units import format_duration, format_nbytes
 
 #: The widest table, in characters.
 WIDTH_MAX = 120
+_WIDTH_MIN = 40
 
 _BAR_WIDTH = 24
 _REDRAW_NS = 100_000_000  # a person sees ten pictures a second
@@ -75,6 +77,8 @@ class Progress:
     def _show(self, now_ns: int) -> None:
         self._is_drawn = True
         text = self._text((now_ns - self._begin_ns) / 1e9)
+        if self._is_tty:  # a line that the terminal wraps is never overwritten
+            text = text[: _terminal_width() - 1]
         # "\x1b[K" clears what a longer line left (ECMA-48, EL).
         self._write(f"\r{text}\x1b[K" if self._is_tty else f"{text}\n")
 
@@ -114,9 +118,15 @@ def progress(label: str, total: int) -> Progress:
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns under headers; a column of numbers is aligned to the right.
 
-    A table wider than ``WIDTH_MAX`` is printed as several, one below the other.
+    A table wider than ``WIDTH_MAX``, or than the terminal, is printed as several, one below the
+    other.
     """
-    return "\n\n".join(_table(*part) for part in fitting(headers, rows))
+    width = min(WIDTH_MAX, _terminal_width()) if sys.stdout.isatty() else WIDTH_MAX
+    return "\n\n".join(_table(*part) for part in fitting(headers, rows, width=width))
+
+
+def _terminal_width() -> int:
+    return max(_WIDTH_MIN, shutil.get_terminal_size().columns)
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

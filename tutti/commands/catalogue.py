@@ -146,10 +146,10 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
     chains.sort(key=len, reverse=True)
     shown = chains[: args.limit]
     rows = [_row(chain, page_size, names) for chain in shown]
-    headings = (
-        *("first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires"),
-        "namespace",
-    )
+    headings = ["first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires"]
+    if any(row[-1] for row in rows):
+        headings.append("namespace")
+    rows = [row[: len(headings)] for row in rows]
     text = facts(
         [
             ("objects", f"{len(infos)}, {format_nbytes(sum(info.nbytes for info in infos))}"),
