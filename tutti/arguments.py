@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import replace
 
-from tutti.base.units import format_nbytes, parse_nbytes
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.medium.layout import ITEMSIZE_NBYTES, MODELS, KVLayout
 from tutti.model_config import model_layout
@@ -25,7 +25,15 @@ def nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
     if size == 0:
         raise argparse.ArgumentTypeError("the size is 0 bytes; pass e.g. 8GiB")
+    if text.strip().isdigit() and size < MiB:  # SGLang's own sizes are in GB
+        raise argparse.ArgumentTypeError(f"{text} is {size} bytes; write the unit, e.g. {text}GiB")
     return size
+
+
+def nbytes_text(text: str) -> str:
+    """An argparse type: a size that is passed on as it was given."""
+    nbytes(text)
+    return text
 
 
 def named_nbytes(text: str) -> tuple[str, int]:

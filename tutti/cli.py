@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -112,6 +114,9 @@ _CONFIGURED = ("serve", "sglang command", "sglang doctor")
 _OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 
 _NUMBER_END = 2**63
+_MISSPELT = re.compile(
+    r"argument (?:COMMAND|WHAT): invalid choice: '([^']+)'|unrecognized arguments: (--[\w-]+)"
+)
 
 #: Help text of each group of commands.
 GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run as SGLang's storage"}
@@ -141,7 +146,18 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
+        raise ConfigError(f"{message}{self._meant(message)}; see `{self.prog} --help`")
+
+    def _meant(self, message: str) -> str:
+        """The command or option that a misspelt one is like, or the group of a command."""
+        wrong = _MISSPELT.match(message)
+        if wrong is None:
+            return ""
+        known = {name.split()[-1]: f"tutti {name}" for name, *_ in COMMANDS}
+        if wrong[2]:
+            known = {option: option for option in self._option_string_actions}
+        close = difflib.get_close_matches(wrong[1] or wrong[2], known, 1)
+        return f"; did you mean `{known[close[0]]}`?" if close else ""
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

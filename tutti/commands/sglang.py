@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tutti.arguments import nbytes, positive
+from tutti.arguments import nbytes, nbytes_text, positive
 from tutti.base.terminal import table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
@@ -78,7 +78,9 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti sglang command`."""
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
     parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument("--capacity", required=True, help="total size of all pools, e.g. 2TiB")
+    parser.add_argument(
+        "--capacity", type=nbytes_text, required=True, help="total size of all pools, e.g. 2TiB"
+    )
     _add_common(parser, path_required=True)
     parser.add_argument(
         "--option",
