@@ -203,16 +203,11 @@ def public(path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_read_only_file(public: Path) -> None:
-    public.chmod(0o444)
-    said = output_as_nobody("tutti.store.open(sys.argv[1])", public)
-    assert re.match("PoolReadOnly.*change its permissions or remount", said), said
-
-
-def test_a_directory_of_another_user(public: Path) -> None:
-    public.parent.chmod(0o700)
-    said = output_as_nobody("tutti.store.open(sys.argv[1])", public)
-    assert re.match("PoolReadOnly.*change its permissions or remount", said), said
+def test_a_read_only_file_and_a_folder_of_another_user(public: Path) -> None:
+    for path, mode in ((public, 0o444), (public.parent, 0o700)):
+        path.chmod(mode)
+        said = output_as_nobody("tutti.store.open(sys.argv[1])", public)
+        assert re.match("PoolReadOnly.*change its permissions or remount", said), said
 
 
 def test_a_read_only_directory(public: Path) -> None:

@@ -323,9 +323,11 @@ class Store(ABC):
         if memory is None:
             if len(registered) == 1:
                 return registered[0]
-            raise ConfigError(
-                f"{len(registered)} memories are registered; register one, or pass memory="
-            )
+            if not registered:
+                raise ConfigError(
+                    "no memory is registered; call allocate_memory() or register() first"
+                )
+            raise ConfigError(f"{len(registered)} memories are registered; pass memory=")
         if not any(memory is known for known in registered):
             raise ConfigError("this memory is not registered; call store.register(memory) first")
         return memory

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tutti import cli, store
-from tutti.errors import NativeError, PoolMismatch, TuttiError
+from tutti.errors import ConfigError, NativeError, PoolMismatch, TuttiError
 from tutti.medium.layout import KVLayout
+from tutti.memory.host_memory import HostMemory
 from tutti.node.connect import connect
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +180,21 @@ def test_an_old_sglang(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_a_size_without_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = sentence(capsys, "format", tmp_path / "p", "--capacity", "64G", *SMALL)
     assert "KiB, MiB, GiB, TiB (powers of 1024)" in said
+    for command in ([*SGLANG], ["sglang", "doctor", "--path=/p"], ["format", tmp_path / "p"]):
+        assert "500 is 500 bytes; write the unit" in sentence(capsys, *command, "--capacity=500")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["doctor"], "tutti sglang doctor"),
+        (["bandwidth"], "tutti bench bandwidth"),
+        (["bench", "bandwith"], "tutti bench bandwidth"),
+        (["bench", "bandwidth", "--secnds", "1"], "--seconds"),
+    ],
+)
+def test_a_misspelt_word(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"; did you mean `{meant}`?; see" in sentence(capsys, *given)
 
 
 def test_the_pool_of_another_model(tmp_path: Path) -> None:
@@ -187,6 +203,11 @@ def test_the_pool_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(PoolMismatch) as caught:
         store.open(tmp_path / "p", layout=other)
     assert "another layout: dtype is 'bfloat16', not 'float16'; open it with" in str(caught.value)
+
+
+def test_an_array_in_place_of_a_layout() -> None:
+    with pytest.raises(ConfigError, match="layout has type bytearray; give a KVLayout"):
+        HostMemory.from_buffer(bytearray(4096), LAYOUT, 1)  # type: ignore[arg-type]
 
 
 def test_a_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,7 +225,7 @@ def test_what_is_not_there(opener: Opener, rng: np.random.Generator) -> None:
 
 def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    with pytest.raises(ConfigError, match="memories are registered"):
+    with pytest.raises(ConfigError, match="no memory is registered; call allocate_memory"):
         store.put(some_keys(rng, 1), [0])
     pool = store.allocate_memory(4)
     keys = some_keys(rng, 2)

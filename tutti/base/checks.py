@@ -115,7 +115,8 @@ def instance(kind: type) -> Rule:
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
-            raise ConfigError(f"{name} is {value!r}; give a {kind.__name__}")
+            given = type(value).__name__  # the repr of an array is many lines
+            raise ConfigError(f"{name} has type {given}; give a {kind.__name__}")
 
     return check
 
