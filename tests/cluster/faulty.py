@@ -69,7 +69,7 @@ class FaultyStore:
             if self._fault() == "flip" and number == 1:
                 raw[len(raw) // 2] ^= 1
             if self._fault() == "flip-digest" and number == 1:
-                raw[HEAD.size - trailer_nbytes(LAYOUT.layers)] ^= 1
+                raw[HEAD.itemsize - trailer_nbytes(LAYOUT.layers)] ^= 1
             if self._fault() == "swap" and number < 2:
                 raw = bytearray(self._path(names[1 - number]).read_bytes())
             start = address - self._base

@@ -125,6 +125,26 @@ def test_fetched_pages_are_stored_a_few_at_a_time(
         assert [len(ticket.outcome) for ticket in tickets] == [3, 3, 2]
 
 
+def test_the_next_pages_are_asked_for_before_those_that_came_are_stored(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote store works while the pool does."""
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # three parts of one page
+    with nodes(tmp_path, config) as (first, second):
+        first.share(keys)
+        tier, asked = tier_of(second), []
+        put_request = tier._store.put_request
+
+        def put(request: Any) -> Any:
+            asked.append(len(tier._remote._asked))
+            return put_request(request)
+
+        monkeypatch.setattr(tier._store, "put_request", put)
+        second.find(keys)
+        assert asked == [2] * (PAGES - 2) + [1, 0]
+
+
 @pytest.mark.parametrize("field", ["expiry", "version"])
 def test_nothing_is_stored_behind_a_page_that_cannot_be(
     tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch, field: str
@@ -134,15 +154,14 @@ def test_nothing_is_stored_behind_a_page_that_cannot_be(
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
         tier = tier_of(second)
-        head = tier._staging.head
+        answer, trailers = tier._remote.answer, tier._staging.trailers
 
-        def changed(page: int) -> tuple[Any, ...]:
-            fields = list(head(page))
-            if fields[0] == keys[2].tobytes():
-                fields[4 if field == "expiry" else 5] += 1
-            return tuple(fields)
+        def changed(timeout_s: float) -> Any:
+            answers = answer(timeout_s)
+            trailers[field][(trailers["key"] == keys[2]).all(axis=1)] += 1
+            return answers
 
-        monkeypatch.setattr(tier._staging, "head", changed)
+        monkeypatch.setattr(tier._remote, "answer", changed)
         _, mixed, read = watch_puts(second, monkeypatch)
         second.miss(keys, "absent")
         until(lambda: not tier._fetching, "the chain is still fetched")

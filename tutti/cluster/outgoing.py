@@ -48,9 +48,10 @@ class Outgoing:
         for page, (info, record) in enumerate(found):
             until_s = 0 if info.expires_s is None else now_s + info.expires_s
             expiry = round(until_s / EXPIRY_UNIT_S)
-            names = (info.key, info.parent, info.depth, info.tenant)
-            self._staging.set_head(page, *names, expiry, VERSION)
-            self._staging.digests(page)[:] = record["digests"][:layers]
+            names = (np.frombuffer(key, np.uint8) for key in (info.key, info.parent))
+            digests = record["digests"][:layers]
+            fields = (*names, info.depth, info.tenant, expiry, VERSION, digests)
+            self._staging.trailers[page] = fields
         index = self._store._core.index
         with self._store._core.lock:
             slots = index.find(own)

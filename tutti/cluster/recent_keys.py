@@ -34,5 +34,9 @@ class RecentKeys:
         for key in keys:
             self._until_s.pop(key, None)
 
+    def __len__(self) -> int:
+        """At most so many are remembered."""
+        return len(self._until_s)
+
     def __contains__(self, key: bytes) -> bool:
         return self._until_s.get(key, 0.0) > self._now_s()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.base.arrays import U32, U64, Keys
+from tutti.base.arrays import U32, Keys
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.worker import (
     ANSWER_NBYTES_MAX,
@@ -48,6 +48,7 @@ class Staging(HostMemory):
     """Pages in the order of the medium, each followed by its trailer, that a worker can map.
 
     stats: what the registered memory adds to the store's own.  Raises CapacityError.
+    trailers: of all pages: the fields of HEAD, and the digests of the slices.
     """
 
     def __init__(self, layout: KVLayout, pages: int, stats: Callable[[], dict[str, Any]]) -> None:
@@ -65,6 +66,9 @@ class Staging(HostMemory):
                 f"{nbytes} bytes of memory for the second tier: {error}; give less as staging"
             ) from error
         self._stats = stats
+        fields = np.dtype([*HEAD.descr, ("digests", "<u8", layout.layers)])
+        place = layout.object_nbytes, (self.stride_nbytes,)
+        self.trailers = np.ndarray((pages,), fields, self.map, *place)
         segments = np.array(layout.segments, np.uint64)
         layer_nbytes = segments.sum()
         base, _ = address_of(self.map)
@@ -83,22 +87,6 @@ class Staging(HostMemory):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def head(self, page: int) -> tuple[Any, ...]:
-        """The fields of HEAD that a value came with."""
-        return HEAD.unpack_from(self.map, self._trailer(page))
-
-    def set_head(self, page: int, *fields: Any) -> None:
-        """The fields of HEAD that a value goes with."""
-        HEAD.pack_into(self.map, self._trailer(page), *fields)
-
-    def digests(self, page: int) -> U64:
-        """Of the slices of a page (layers,), in its trailer: of a value that came, or to send."""
-        place = self._trailer(page) + HEAD.size
-        return np.frombuffer(self.map, "<u8", self.layout.layers, place)
-
-    def _trailer(self, page: int) -> int:
-        return page * self.stride_nbytes + self.layout.object_nbytes
 
 
 def name_prefix(config: RemoteConfig, layout: KVLayout) -> str:

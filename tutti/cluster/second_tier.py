@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,17 +23,16 @@ from tutti.base.arrays import U32, Keys
 from tutti.base.breaker import Breaker
 from tutti.base.threads import start_thread
 from tutti.cluster.chain_parts import prefix, split
+from tutti.cluster.incoming import Read, puts, usable
 from tutti.cluster.outgoing import Outgoing
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
-from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, REMOVE, VERSION
+from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, REMOVE
 from tutti.errors import PoolClosed, RemoteFailed, TuttiError
 from tutti.medium.keys import as_keys
-from tutti.medium.slot_record import EXPIRY_UNIT_S
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
-from tutti.transfers.put_request import PutRequest
 from tutti.transfers.tickets import Outcome, PutTicket
 
 _log = logging.getLogger(__name__)
@@ -41,8 +40,10 @@ _log = logging.getLogger(__name__)
 _CHAINS_MAX = 256
 _LOOK_S = 0.5
 _REPLICATED_S = 300.0  # the remote store may have evicted a page since
-_GETS = 2  # under way at a time: the digests of one are compared while the next is read
-_PARTS = 3  # of the staging memory: those of the gets, and one that the pool stores meanwhile
+#: Of the staging memory, fewer if its pages are few: one that the pool stores, and those that are
+#: asked for meanwhile.  Several, so that the remote store has a next get whenever it ends one; and
+#: small ones, as the pool has nothing to store before the first has arrived.
+_PARTS, _PARTS_MIN = 6, 3
 _PUT_NBYTES = 8 << 20  # of one put of fetched pages, which delays loads that come meanwhile
 _OFF = "off"
 _DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
@@ -72,14 +73,6 @@ class _Landing(NamedTuple):
     ticket: PutTicket
 
 
-class _Read(NamedTuple):
-    """Keys that are read to pages of one part of the staging memory."""
-
-    keys: Keys
-    pages: U32
-    part: int
-
-
 class Tier:
     """The second tier of an open pool.  ``missed`` and ``used`` are called from any thread.
 
@@ -91,11 +84,12 @@ class Tier:
         config.check(store.config.verify)
         self._store = store
         self._config = config
-        self._part = max(1, config.staging_nbytes // (_PARTS * store.layout.object_nbytes))
-        self._part = min(self._part, KEYS_MAX)
+        pages = config.staging_nbytes // store.layout.object_nbytes
+        parts = min(_PARTS, max(_PARTS_MIN, pages))
+        self._part = min(max(1, pages // parts), KEYS_MAX)
         self._at_once = max(1, _PUT_NBYTES // store.layout.object_nbytes)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._staging = Staging(store.layout, _PARTS * self._part, self.stats)
+        self._staging = Staging(store.layout, parts * self._part, self.stats)
         self._remote = RemoteProcess(config, self._staging)
         self._reads, self._writes = (
             Breaker(config.failures_max, config.client_ttl_s, time.monotonic) for _ in range(2)
@@ -105,7 +99,7 @@ class Tier:
         self._removed = RecentKeys(_REMOVED_S, time.monotonic)
         self._outgoing = Outgoing(store, self._staging, self._settle_read)
         # What may still touch each part of the staging memory, until its call is True; a put.
-        self._in_use: list[list[tuple[_Wait, _Landing | None]]] = [[] for _ in range(_PARTS)]
+        self._in_use: list[list[tuple[_Wait, _Landing | None]]] = [[] for _ in range(parts)]
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
         self._offered: OrderedDict[bytes, None] = OrderedDict()
@@ -335,6 +329,8 @@ class Tier:
 
     @staticmethod
     def _among(known: RecentKeys, keys: Keys) -> npt.NDArray[np.bool_]:
+        if not len(known):
+            return np.zeros(len(keys), np.bool_)
         return np.array([key.tobytes() in known for key in keys], np.bool_)
 
     def _next_offered(self) -> Keys:
@@ -364,81 +360,74 @@ class Tier:
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
         found = found[:budget]
-        parts = split(found, self._part)
-        reads: deque[_Read] = deque()
+        parts, reads = deque(split(found, self._part)), deque[Read]()
+        free = itertools.cycle(range(len(self._in_use)))
         try:
-            for number, keys in enumerate(parts):
-                if len(reads) == _GETS and not self._land(reads):
-                    break
-                self._settle(number % _PARTS)
-                if time.monotonic() >= work.deadline_s:
-                    self._count("late", sum(map(len, parts[number:])))
-                    break
-                reads.append(self._read_part(keys, number % _PARTS))
-            while reads:  # each turn takes one, or all
-                self._land(reads)
+            while self._ask(parts, reads, free, work.deadline_s):
+                read = reads.popleft()
+                come = self._come(read)
+                is_whole = len(come.keys) == len(read.keys)
+                if is_whole:  # asked before the puts, so that the remote store has work meanwhile
+                    self._ask(parts, reads, free, work.deadline_s)
+                self._put(come)
+                if not is_whole:
+                    break  # nothing is stored behind a hole
         finally:
             try:
                 self._remote.abandon()
             finally:
                 self._settle()
 
-    def _read_part(self, keys: Keys, part: int) -> _Read:
-        """Begins to read keys into a part of the staging memory."""
-        if self._stopping:
-            raise RemoteFailed("the tier is closing")
-        pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(part * self._part)
-        self._remote.ask(GET, keys, pages, self._config.timeout_s)
-        return _Read(keys, pages, part)
+    def _ask(
+        self, parts: deque[Keys], reads: deque[Read], free: Iterator[int], deadline_s: float
+    ) -> deque[Read]:
+        """Begins to read parts, while there is staging memory for them, and adds them to reads."""
+        while parts and len(reads) < len(self._in_use) - 1:
+            part = next(free)
+            self._settle(part)
+            if time.monotonic() >= deadline_s:
+                self._count("late", sum(map(len, parts)))
+                parts.clear()
+                break
+            if self._stopping:
+                raise RemoteFailed("the tier is closing")
+            keys = parts.popleft()
+            pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(part * self._part)
+            self._remote.ask(GET, keys, pages, self._config.timeout_s)
+            reads.append(Read(keys, pages, part))
+        return reads
 
-    def _land(self, reads: deque[_Read]) -> bool:
-        """Puts what the oldest read brought; whether all of it, or else leaves the other reads."""
-        keys, pages, part = reads.popleft()
+    def _come(self, read: Read) -> Read:
+        """What a read brought, up to the first page that is wrong, not usable or was deleted."""
         answers = self._remote.answer(self._config.timeout_s)
         self._answered = True
         for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), ValueStatus.ABSENT):
             self._count(name, int(np.count_nonzero(answers == answer)))
-        wrong = np.isin(answers, (ValueStatus.FAILED, ValueStatus.CORRUPT))
+        wrong = (answers == ValueStatus.FAILED) | (answers == ValueStatus.CORRUPT)
         if wrong.any():
-            self._fail(keys[wrong], self._reads)
+            self._fail(read.keys[wrong], self._reads)
             # Late bytes of a failed read must not reach the next pages of the staging memory.
             self._remote.kill()
-        n = len(prefix(keys, answers == ValueStatus.DONE))
-        is_whole = self._put(keys[:n], pages[:n], part) == len(keys)
-        if not is_whole:
-            reads.clear()  # nothing is stored behind a hole
-        return is_whole
+        right = read.first(len(prefix(read.keys, answers == ValueStatus.DONE)))
+        come = usable(right, self._staging)
+        come = come.first(len(prefix(come.keys, ~self._among(self._removed, come.keys))))
+        self._count("absent", len(right.keys) - len(come.keys))
+        return come
 
-    def _put(self, keys: Keys, pages: U32, part: int) -> int:
-        """Stores verified staging pages in the pool, a few at a time of one namespace and expiry.
-
-        How many, up to the first that has expired, was deleted or is of another version.
-        """
-        heads = [self._staging.head(int(page)) for page in pages]
-        now_64s = time.time() / EXPIRY_UNIT_S
-        usable = [head[5] == VERSION and not 0 < head[4] <= now_64s for head in heads]
-        n = len(prefix(keys, np.array(usable, np.bool_) & ~self._among(self._removed, keys)))
-        self._count("absent", len(keys) - n)
-        kinds = [(head[3], head[4], row // self._at_once) for row, head in enumerate(heads)]
-        for (tenant, expiry, _), group in itertools.groupby(range(n), key=kinds.__getitem__):
-            rows = list(group)
+    def _put(self, read: Read) -> None:
+        """Stores verified staging pages in the pool, a few at a time."""
+        for request in puts(read, self._staging, self._at_once):
             self._settle()  # one put at a time, so that a load waits for few writes
-            parents = as_keys([heads[row][1] for row in rows])
-            depths = np.array([heads[row][2] for row in rows], np.uint32)
-            digests = np.array([self._staging.digests(int(pages[row])) for row in rows])
-            of = self._staging.memory, tenant, expiry, digests
-            request = PutRequest(keys[rows], parents, depths, pages[rows], *of)
-            self._store.catalogue.expiry.watch(expiry > 0)
+            self._store.catalogue.expiry.watch(request.expiry_64s > 0)
             ticket = self._store.put_request(request)
-            self._in_use[part].append((ticket.wait_ended, _Landing(keys[rows], ticket)))
-        return n
+            self._in_use[read.part].append((ticket.wait_ended, _Landing(request.keys, ticket)))
 
     def _settle(self, *parts: int) -> None:
         """Waits until parts of the staging memory, by default all of them, may be overwritten.
 
         Raises StagingInUse.
         """
-        parts = parts or tuple(range(_PARTS))
+        parts = parts or tuple(range(len(self._in_use)))
         while uses := next(filter(None, (self._in_use[part] for part in parts)), None):
             if not uses[0][0](2 * self._store.config.timeout_s):
                 raise StagingInUse("the pool's medium does not answer; staging stays in use")
@@ -448,10 +437,11 @@ class Tier:
 
     def _landed(self, keys: Keys, put: PutTicket) -> None:
         """A put of fetched pages is over."""
-        landed = np.isin(put.outcome, (Outcome.STORED, Outcome.PRESENT))
-        self._count("fetched", int(landed.sum()))
-        self._count("not_stored", int((~landed).sum()))
-        stored = keys[put.outcome == Outcome.STORED]
+        is_stored = put.outcome == Outcome.STORED
+        landed = int(np.count_nonzero(is_stored | (put.outcome == Outcome.PRESENT)))
+        self._count("fetched", landed)
+        self._count("not_stored", len(keys) - landed)
+        stored = keys[is_stored]
         if len(gone := stored[self._among(self._removed, stored)]):
             self._store.catalogue.delete(gone)  # they were deleted while they landed
 

@@ -36,9 +36,14 @@ from tutti.medium.slot_record import tenant_of
 
 #: Of values, and part of their names: nodes of different versions do not see each other's.
 VERSION = 2
-#: The trailer of a value, behind the payload: key, parent, depth, tenant, expiry (64 s), version;
-#: XXH3-64 of the slice of each layer; and XXH3-128 of the name and these.
-HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sIIII")
+#: The trailer of a value, behind the payload: this, with the expiry in units of 64 s; XXH3-64 of
+#: the slice of each layer; and XXH3-128 of the name and these.
+HEAD = np.dtype(
+    [
+        *((name, "u1", KEY_NBYTES) for name in ("key", "parent")),
+        *((name, "<u4") for name in ("depth", "tenant", "expiry", "version")),
+    ]
+)
 _SEAL_NBYTES = 16
 EXISTS, GET, PUT, REMOVE = range(4)
 #: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
@@ -58,7 +63,7 @@ _Reply = tuple[bytes, Callable[[], bytes]]  # its head, and what makes the rest
 
 def trailer_nbytes(layers: int) -> int:
     """Bytes of a trailer."""
-    return HEAD.size + 8 * layers + _SEAL_NBYTES
+    return HEAD.itemsize + 8 * layers + _SEAL_NBYTES
 
 
 class Spec(NamedTuple):
@@ -113,8 +118,8 @@ class Worker:
             for name, start in zip(names, starts, strict=True):
                 trailer = self._trailer(start)
                 trailer[-_SEAL_NBYTES:] = _seal(name, trailer)
-            heads = (HEAD.unpack_from(self._bytes, at + self._spec.object_nbytes) for at in starts)
-            tenants = [head[3] for head in heads]
+            heads = [np.frombuffer(self._trailer(start), HEAD, 1) for start in starts]
+            tenants = [int(head["tenant"][0]) for head in heads]
             put = self._stores.put(names, tenants, addresses, self._value_nbytes)
             return partial(bytes, put)
         answers = self._stores.get(names, addresses, self._value_nbytes)
@@ -131,7 +136,7 @@ class Worker:
         trailer = self._trailer(start)
         if trailer[-_SEAL_NBYTES:] != _seal(name, trailer):
             return False
-        digests = np.frombuffer(trailer, "<u8", self._spec.layers, HEAD.size)
+        digests = np.frombuffer(trailer, "<u8", self._spec.layers, HEAD.itemsize)
         for digest in digests.tolist():
             end = start + self._slice_nbytes
             if xxhash.xxh3_64_intdigest(self._bytes[start:end]) != digest:
