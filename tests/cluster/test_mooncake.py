@@ -24,6 +24,7 @@ import tutti
 from store.pools import some_keys
 from tutti.base.arrays import Keys
 from tutti.bench import second_tier
+from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.node.client import NodeStore
 
@@ -252,9 +253,8 @@ def test_tutti_serve_puts_namespaces_in_tenants(tmp_path: Path, seed: int) -> No
                 return bool(first.stats()["remote"]["replicated"] == 4)
 
             until(copied, "not replicated")
-            names = [
-                f"tutti/default/{LAYOUT.fingerprint.hex()}/{key.tobytes().hex()}" for key in keys
-            ]
+            prefix = name_prefix(RemoteConfig.parse(url), LAYOUT)
+            names = [prefix + key.tobytes().hex() for key in keys]
             assert cluster.has("default", names) == [True, True, *[False] * 4]
             assert cluster.has("team-a", names) == [False, False, True, True, False, False]
             before = first.stats()["remote"]
