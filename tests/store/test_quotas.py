@@ -11,6 +11,7 @@ import pytest
 from node.agents import LAYOUT, WAIT_S, start_process
 from scheduler.drive import Linear
 
+import tutti
 from store.pools import GEOMETRY, fill, formatted, images_of, opened, some_keys
 from store.test_puts_together import OneByOne
 from tutti.cli import main
@@ -106,6 +107,37 @@ def test_a_chain_longer_than_its_quota_keeps_its_start(
         assert (result.present, result.stored, result.dropped) == (present, 10 - present, 6)
         assert store.match(keys) == 10
         assert store.match(old) == 0, "what is not of the chain goes first"
+
+
+@pytest.mark.parametrize(
+    ("quota", "budget", "counts"),
+    [
+        (Quota("small", 10 * OBJECT_NBYTES), None, (6, 0, 0)),
+        (Quota("small", write_budget=24 * 10 * OBJECT_NBYTES), None, (0, 6, 6)),
+        (Quota("small", 2**40), 24 * 10 * OBJECT_NBYTES, (0, 0, 6)),
+    ],
+)
+def test_of_a_put_in_parts_every_refused_page_is_counted(
+    quota: Quota,
+    budget: int | None,
+    counts: tuple[int, int, int],
+    tmp_path: Path,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a put in one part, by the limit that refused the first of them."""
+    rng, path = np.random.default_rng(seed), tmp_path / "pool"
+    tutti.format([path], LAYOUT, 32 << 20)
+    schedule = Schedule(Linear(), policy=OneByOne)  # each page is a part
+    config = StoreConfig(quotas=(quota,), write_budget=budget, schedule=schedule)
+    with tutti.open([path], LAYOUT, config=config) as store:
+        monkeypatch.setattr(store._queue, "_short", 1)
+        store.allocate_memory(16)
+        put = store.put(some_keys(rng, 16), range(16), namespace="small").wait(WAIT_S)
+        found = store.stats()
+    assert (put.stored, put.dropped, found["dropped"]) == (10, 6, 6)
+    small = found["namespaces"]["small"]
+    assert (small["over_quota"], small["over_budget"], found["over_budget"]) == counts
 
 
 def test_what_was_dropped_has_nothing_behind_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

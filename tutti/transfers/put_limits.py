@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from tutti.base.arrays import Mask
 from tutti.base.checks import whole
@@ -74,6 +75,25 @@ class WriteBudget:
         self._left -= objects
 
 
+class Limit(Enum):
+    """What keeps an object from being written."""
+
+    QUOTA = "bytes of a namespace"
+    OWN_BUDGET = "bytes a day of a namespace"
+    BUDGET = "bytes a day of all"
+
+
+class Grant(NamedTuple):
+    """How many objects may be written, and how many of the others are beyond a budget of the day.
+
+    limit: of the first of these others.
+    """
+
+    objects: int
+    over_budget: int = 0
+    limit: Limit | None = None
+
+
 class _Account:
     """What one namespace may do, and did, in objects."""
 
@@ -106,10 +126,8 @@ class Quotas:
                     " told apart; name each namespace once, or rename one"
                 )
 
-    def grant(
-        self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]
-    ) -> tuple[int, int]:
-        """How many of n objects may be written, and how many are beyond a budget of the day.
+    def grant(self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]) -> Grant:
+        """How many of n objects may be written.
 
         No budget is charged for objects that the quota refuses.  evict: removes about so many
         objects among those of a mask; how many it removed.
@@ -118,7 +136,7 @@ class Quotas:
         if account is None:
             granted = self._budget.allowed(n)
             self._budget.take(granted)
-            return granted, n - granted
+            return Grant(granted, n - granted, Limit.BUDGET if granted < n else None)
         fitting = n if account.most is None else min(n, account.most)
         own = account.budget.allowed(fitting)
         allowed = granted = self._budget.allowed(own)
@@ -134,7 +152,17 @@ class Quotas:
         account.over_budget += fitting - own
         account.over_quota += n - fitting + allowed - granted
         account.granted += granted
-        return granted, fitting - allowed
+        wanted = (allowed, Limit.QUOTA), (own, Limit.BUDGET), (fitting, Limit.OWN_BUDGET)
+        limits = (limit for most, limit in (*wanted, (n, Limit.QUOTA)) if granted < most)
+        return Grant(granted, fitting - allowed, next(limits, None))
+
+    def refuse(self, tenant: int, n: int, limit: Limit | None) -> Grant:
+        """Grants none of n objects, which are behind one that was refused for this limit."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.over_quota += n * (limit is Limit.QUOTA)
+            account.over_budget += n * (limit is Limit.OWN_BUDGET)
+        return Grant(0, n * (limit in (Limit.OWN_BUDGET, Limit.BUDGET)), limit)
 
     def give_back(self, tenant: int, n: int) -> None:
         """So many objects of those that were granted are not written."""

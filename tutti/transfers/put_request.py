@@ -20,6 +20,7 @@ from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
 from tutti.placement.index import MISSING, Index
+from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
@@ -172,7 +173,7 @@ class PutPart(NamedTuple):
         """Parts of one kind can be written together."""
         request, is_hashed = self.request, self.request.digests is not None
         own = id(request.memory), request.tenant, request.expiry_64s
-        return *own, is_hashed, self.progress.is_cut
+        return *own, is_hashed, self.progress.is_cut, id(self.progress.cut_by)
 
 
 class OpenParts:
@@ -297,13 +298,16 @@ class PutTogether:
             part.progress.outcome[own] = outcome
             part.progress.status[own] = status[mine]
 
-    def cut(self, rows: Rows) -> None:
-        """There is no space for these rows, nor for later ones of their puts; others go on."""
+    def cut(self, rows: Rows, limit: Limit | None) -> None:
+        """There is no space for these rows, or a limit refused them, and with them later ones of
+        their puts; others go on.
+        """
         self.tell(rows, Outcome.DROPPED)
         first = 0
         for part in self._parts:
             end = first + part.rows.size
-            part.progress.is_cut |= bool(((rows >= first) & (rows < end)).any())
+            if not part.progress.is_cut and ((rows >= first) & (rows < end)).any():
+                part.progress.is_cut, part.progress.cut_by = True, limit
             first = end
 
     @property
@@ -329,6 +333,11 @@ class PutTogether:
     def is_cut(self) -> bool:
         """Whether there was no space for earlier pages of all of these puts."""
         return all(part.progress.is_cut for part in self._parts)
+
+    @property
+    def cut_by(self) -> Limit | None:
+        """Of puts that are cut: they are of one kind."""
+        return self._parts[0].progress.cut_by
 
     def tell_all(self, outcome: Outcome) -> None:
         """All rows have this outcome."""

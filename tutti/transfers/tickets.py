@@ -23,6 +23,7 @@ from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
 from tutti.gio_uring.transfer import HeldTransfer, Transfer
+from tutti.transfers.put_limits import Limit
 
 _STREAM_MAX = 2**64 - 1  # an address
 
@@ -122,7 +123,8 @@ class PutProgress:
     begun_s: monotonic; now unless it is given.
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     refusal: what the pool raised when a part of the put was started.
-    slots: of pages that came before others of the put.  is_cut: there was no space for all.
+    slots: of pages that came before others of the put.  is_cut: there was no space for all,
+    or a limit (cut_by) keeps the rest from being written.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class PutProgress:
         self.refusal: TuttiError | None = None
         self.slots: list[Slots] = []
         self.is_cut = False
+        self.cut_by: Limit | None = None
 
     def is_done(self) -> bool:
         """Whether every batch has ended."""

@@ -34,6 +34,7 @@ from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS_MIN, RecordTable
 from tutti.transfers.core import Core
+from tutti.transfers.put_limits import Grant
 from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
 from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
@@ -124,8 +125,8 @@ class Writer:
                     self.active += 1
                     return None
                 new = self._absent_rows(together)
-                granted = self._granted(together, new.size)
-            self._put_rows(together, new, granted)
+                grant = self._granted(together, new.size)
+            self._put_rows(together, new, grant)
         except BaseException as error:
             together.refuse(error)
             return error
@@ -205,12 +206,12 @@ class Writer:
             job.page_status = put.status(of_records=True)
             self._records_written(batch, job)
 
-    def _put_rows(self, together: PutTogether, new: Slots, granted: int) -> None:
-        """Puts the first ``granted`` of the new rows; there the puts are cut.  Raises for the first
-        batch alone: afterwards the tickets must reach the callers.
+    def _put_rows(self, together: PutTogether, new: Slots, grant: Grant) -> None:
+        """Puts the first, granted, new rows; there the puts are cut.  Raises for the first batch
+        alone: afterwards the tickets must reach the callers.
         """
         step = self._core.write_pages_max(together.request.memory, self.batch_pages)
-        done = written = 0
+        granted, done, written = grant.objects, 0, 0
         try:
             while done < granted:  # bounded: each turn but the last takes a batch
                 rows = new[done : min(done + step, granted)]
@@ -226,15 +227,11 @@ class Writer:
                 if taken < rows.size:
                     break
             if done < new.size:
-                self._cut(together, new[done:])
+                together.cut(new[done:], grant.limit if done == granted else None)
+                with self._core.lock:
+                    self._core.counters.dropped += new.size - done
         finally:
             self._give_back(together, granted - written)
-
-    def _cut(self, together: PutTogether, left: Slots) -> None:
-        """Drops the rest of the puts, for lack of space or budget."""
-        together.cut(left)
-        with self._core.lock:
-            self._core.counters.dropped += left.size
 
     def _absent_rows(self, together: PutTogether) -> Slots:
         """Rows whose key has no slot, each key once; the others count as accessed."""
@@ -246,13 +243,11 @@ class Writer:
             self._present(together, np.flatnonzero(others))
         return rows
 
-    def _granted(self, together: PutTogether, n: int) -> int:
+    def _granted(self, together: PutTogether, n: int) -> Grant:
         """How many of n new rows quotas and budgets let be written, from the first on."""
         core = self._core
-        if together.is_cut:
-            return 0
-        if core.is_unlimited:
-            return n
+        if core.is_unlimited and not together.is_cut:
+            return Grant(n)
 
         def evict(wanted: int, among: Mask) -> int:
             among[together.found(core.index)] = False  # or the end of a chain would take its start
@@ -261,9 +256,13 @@ class Writer:
                 self._reclaimer.discard(np.sort(victims))
             return victims.size
 
-        most, over_budget = core.quotas.grant(together.request.tenant, n, core.index, evict)
-        core.counters.over_budget += over_budget
-        return most
+        tenant, quotas = together.request.tenant, core.quotas
+        if together.is_cut:
+            grant = quotas.refuse(tenant, n, together.cut_by)
+        else:
+            grant = quotas.grant(tenant, n, core.index, evict)
+        core.counters.over_budget += grant.over_budget
+        return grant
 
     def _give_back(self, together: PutTogether, n: int) -> None:
         """So many rows were granted and not written."""
