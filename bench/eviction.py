@@ -38,10 +38,15 @@ from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.allocator import Allocator
-from tutti.placement.eviction import POLICIES, EvictionPolicy, EvictionView
+from tutti.placement.eviction import (
+    POLICIES,
+    EvictionPolicy,
+    EvictionView,
+    expected_slots,
+    reserve_slots,
+)
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.reuse import ReuseHistory
-from tutti.transfers.reclaim import reserve_slots
 
 SYNTHETIC = "synthetic"
 GROUPS = "groups"
@@ -249,6 +254,7 @@ class Pool:
         self._kept[:] = False
         self._kept[found] = True
         self.hits += found.size
+        self._top_up(expected_slots(self.index.slots, len(keys) - found.size))
         for start in range(0, found.size, _WINDOW):
             self._load(found[start : start + _WINDOW])
         for start in range(found.size, len(keys), _WINDOW):

@@ -51,6 +51,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "load_errors": ("load_errors", "pages that could not be loaded"),
     "corrupt_objects": ("mismatches", "objects that a load found with a wrong digest"),
     "evicted_objects": ("evicted", "objects evicted"),
+    "space_waits": ("space_waits", "batches of puts that waited until evicted slots were free"),
     "early_evictions": ("evicted_too_early", "objects that were stored again after their eviction"),
     "residency_switches": ("residency_switches", "groups that changed between direct and cached"),
     "residency_moved_bytes": ("residency_moved_nbytes", "bytes of these groups"),

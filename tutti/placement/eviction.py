@@ -18,6 +18,20 @@ from tutti.base.arrays import Mask, Slots
 _DEPTH_MAX = np.uint64(0xFFFFFFFF)
 
 
+def reserve_slots(slots: int) -> int:
+    """Free slots that eviction works towards, so that a put finds some.
+
+    In proportion to the pool, however small: a group would be a tenth of a pool of 16 groups, and
+    costs more hits there than a policy can win.
+    """
+    return max(1, slots // 64)
+
+
+def expected_slots(slots: int, missed: int) -> int:
+    """Of pages that a look-up missed and a put may bring soon: how many get free slots ahead."""
+    return min(missed, slots // 16)
+
+
 @dataclass(frozen=True)
 class EvictionView:
     """What a policy may look at; every array has one entry per slot.

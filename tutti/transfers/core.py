@@ -23,7 +23,7 @@ from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.placement.allocator import Allocator, Placer
 from tutti.placement.digest_cache import DigestCache
-from tutti.placement.eviction import EvictionView
+from tutti.placement.eviction import EvictionView, expected_slots, reserve_slots
 from tutti.placement.index import MISSING, Index, SlotState
 from tutti.placement.load_plan import LoadPlanner
 from tutti.placement.lookup_pins import LookupPins
@@ -101,6 +101,8 @@ class Core(InFlight):
         self.sequence = 1
         self.leave_open = False  # records on the medium are not what the index says
         self.index = Index(members.count * self.geometry.slots)
+        self._reserve = reserve_slots(self.index.slots)
+        self.expected = 0  # pages that look-ups missed and a put may bring soon
         self.history = ReuseHistory(self.index.slots)
         self.lookup_pins = LookupPins(
             self.index.kept,
@@ -247,6 +249,10 @@ class Core(InFlight):
         self.counters.lookups += 1
         self.counters.looked_up += keys
         self.counters.hits += hits
+        missed = expected_slots(self.index.slots, keys - hits)
+        if missed > self.expected and self.allocator.free_slots < self._reserve + missed:
+            self.expected = missed
+            self.wake.release()
 
     def count_stored(self, objects: int) -> None:
         """Objects have reached the medium.  Lock held."""

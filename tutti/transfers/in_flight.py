@@ -33,6 +33,7 @@ class Counters:
     loaded: int = 0
     load_errors: int = 0
     evicted: int = 0
+    space_waits: int = 0  # batches of puts
     expired: int = 0
     quarantined: int = 0
     mismatches: int = 0
@@ -58,6 +59,9 @@ class InFlight(Owned):
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
         self.in_flight = 0
+        # The queue's thread: what wakes it, and what it does beside the queue's own.
+        self.wake = threading.Semaphore(0)
+        self.refill: Callable[[], object] = lambda: None
         self.closing = False
         self.ready = False  # recovery is done, and no clear is under way
         self.failure: BaseException | None = None  # why recovery failed

@@ -15,6 +15,7 @@ from tutti.base.arrays import Slots
 from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
+from tutti.placement.eviction import reserve_slots
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
@@ -24,15 +25,6 @@ _log = logging.getLogger(__name__)
 _BLOCKS = 3
 _TRIES = 3
 NO_SLOTS: Slots = np.zeros(0, np.int64)
-
-
-def reserve_slots(slots: int) -> int:
-    """Free slots that eviction works towards, so that a put finds some.
-
-    In proportion to the pool, however small: a group would be a tenth of a pool of 16 groups, and
-    costs more hits there than a policy can win.
-    """
-    return max(1, slots // 64)
 
 
 class Reclaimer:
@@ -47,9 +39,11 @@ class Reclaimer:
         self._voiding = 0
         self.returning = 0  # slots that are free once their blocks are deallocated
         self.reserve_slots = reserve_slots(core.index.slots)
+        core.refill = self.refill
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
+        self._core.refill = lambda: None  # what it referred to refers to the core
         self._table.close()
 
     @property
@@ -66,10 +60,23 @@ class Reclaimer:
         core = self._core
         self.top_up(n, kept)
         if core.allocator.free_slots < n:
+            core.counters.space_waits += self.busy
             core.changed.wait_for(
                 lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
             )
         core.check_open()
+
+    def refill(self) -> None:
+        """Makes room for what look-ups missed, before it is put."""
+        core = self._core
+        with core.lock:
+            expected, core.expected = core.expected, 0
+            if not expected or not core.ready or core.closing:
+                return
+            try:
+                self.top_up(expected)
+            except Exception as error:  # of a policy that was given; the next put raises it
+                core.guard.caught("the eviction ahead of a put", error)
 
     def top_up(self, extra: int, kept: Slots = NO_SLOTS) -> None:
         """Evicts when fewer than the reserve, and ``extra`` slots more, are free or on their way.

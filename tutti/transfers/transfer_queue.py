@@ -78,9 +78,8 @@ class TransferQueue(Owned):
         self._parts: deque[PutPart] = deque()
         self._held: list[PutPart] = []  # short ones, while the writer is at work
         self._held_since = 0  # batches that the writer had finished
-        self._starting = threading.Lock()
-        self._here = threading.local()
-        self._wake = threading.Semaphore(0)
+        self._starting, self._here = threading.Lock(), threading.local()
+        self._wake = core.wake
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher: Dispatcher | None = None
         self._prefix, self._most = "", 0
@@ -392,6 +391,7 @@ class TransferQueue(Owned):
     def _run(self) -> None:
         while not self._closed:  # bounded by close()
             self._wake.acquire(timeout=_LOOK_S)
+            self._core.refill()
             self._start_parts(None)
 
     def _start_parts(self, most: int | None) -> None:

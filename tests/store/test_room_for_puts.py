@@ -1,0 +1,76 @@
+"""Room for puts is made when look-ups miss, before the puts come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tutti
+from store.pools import LAYOUT, some_keys
+from store.test_puts_together import until
+from tutti.errors import TuttiError
+
+PAGES = 12
+
+
+@pytest.mark.parametrize("eviction", ["mq", "lru"])
+@pytest.mark.parametrize("ask", ["match", "present"])
+def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
+    ask: str, eviction: str, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    config = tutti.StoreConfig(eviction=eviction)
+    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB", config=config) as store:
+        store.allocate_memory(PAGES)
+        slots = store.stats()["capacity_objects"]
+        assert slots >= 16 * PAGES, "a look-up may make room for so many"
+        for _ in range(slots):  # runs of one page, so that no more than needed goes
+            store.put(some_keys(rng, 1), [0]).wait(30)
+        store.put(some_keys(rng, PAGES), range(PAGES)).wait(30)
+        before = store.stats()
+        assert before["space_waits"] > 0, "this is what costs time without a look-up"
+        for _ in range(20):
+            keys = some_keys(rng, PAGES)
+            getattr(store, ask)(keys)
+            assert until(lambda: store.stats()["free_objects"] >= PAGES)
+            assert store.put(keys, range(PAGES)).wait(30).stored == PAGES
+        after = store.stats()
+        assert after["space_waits"] == before["space_waits"]
+        evicted = after["evicted"] - before["evicted"]
+        assert evicted <= 20 * PAGES + slots // 16, "not more than the puts need, but once"
+
+
+def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB") as store:
+        store.allocate_memory(PAGES)
+        slots = store.stats()["capacity_objects"]
+        for _ in range(-(-slots // PAGES) + 4):
+            store.put(some_keys(rng, PAGES), range(PAGES)).wait(30)
+        for _ in range(20):
+            store.match(some_keys(rng, slots))
+        assert until(lambda: store.stats()["free_objects"] >= slots // 16)
+        assert store.stats()["free_objects"] <= slots // 16 + 2 * (slots // 64 + 1) + PAGES
+
+
+def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    class Failing:
+        def victims(self, view: Any, n: int) -> Any:
+            raise ValueError("made up")
+
+    config = tutti.StoreConfig(eviction=Failing())
+    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB", config=config) as store:
+        store.allocate_memory(PAGES)
+        keys = some_keys(rng, store.stats()["capacity_objects"])
+        for start in range(0, len(keys) - PAGES, PAGES):
+            store.put(keys[start : start + PAGES], range(PAGES)).wait(30)
+        store.match(some_keys(rng, len(keys)))
+        assert until(lambda: store.stats()["callback_errors"] > 0)
+        with pytest.raises((ValueError, TuttiError)):
+            store.put(some_keys(rng, 3 * PAGES), np.arange(3 * PAGES) % PAGES).wait(30)
+        assert store.match(keys[:PAGES]) == PAGES
