@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Keys, Rows, Slots
+from tutti.base.arrays import U32, U64, Keys, Mask, Rows, Slots
 from tutti.base.checks import whole
 from tutti.errors import ConfigError
 from tutti.gio_uring.iocb import PagedMemory
@@ -257,6 +257,24 @@ class QueuedPut:
     written: int = 0
     is_free: bool = False
     open: OpenParts | None = None
+
+    def take(self, every: Rows, absent: Mask | None) -> Rows:
+        """Keeps the rows that are to be written, which are absent (None: all); the others."""
+        if absent is None:
+            self.rows = every
+            return NO_ROWS
+        self.rows = np.flatnonzero(absent)
+        return np.flatnonzero(~absent)
+
+    def lost_and_there(self, rows: Rows) -> tuple[int, int]:
+        """Of rows that are over: how many were not stored, and how many were there before."""
+        outcome = self.progress.outcome
+        if rows.size < outcome.size:
+            outcome = outcome[rows]
+        if (outcome == Outcome.STORED).all():
+            return 0, 0
+        lost = int(np.count_nonzero(outcome >= Outcome.DROPPED))
+        return lost, int(np.count_nonzero(outcome == Outcome.PRESENT))
 
 
 class PutTogether:

@@ -109,7 +109,7 @@ class TransferQueue(Owned):
                     if 0 < count <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
                         put.name = f"{self._prefix}{next(self._numbers)}"
-                        put.rows, now = np.flatnonzero(absent), np.flatnonzero(~absent)
+                        now = put.take(now, absent if count < now.size else None)
                         put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
@@ -464,9 +464,7 @@ class TransferQueue(Owned):
             rows += behind.size
             dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
         else:
-            outcome = put.progress.outcome[part.rows]
-            lost = int(np.count_nonzero(outcome >= Outcome.DROPPED))
-            there = int(np.count_nonzero(outcome == Outcome.PRESENT))
+            lost, there = put.lost_and_there(part.rows)
             with self._lock:
                 if put.open is not None and part.grant is not None:
                     put.open.remove(part.grant)
