@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     result = {
         "benchmark": "eviction",
         "cells": cells,
-        "missed": missed_bars(cells),
+        "missed": missed_bars(cells, published),
         "published": published,
         "group_slots": args.group_slots,
         "machine": describe("."),
@@ -125,15 +125,17 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 HEAD = (
-    *("trace", "blocks", "policy", "block hits", "plain LRU", "less reserve", "MIN", "gained"),
-    *("mean run", "2nd found"),
+    *("trace", "blocks", "policy", "block hits", "plain LRU", "less reserve", "published"),
+    *("a third", "MIN", "gained", "mean run", "2nd found"),
 )
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD; "less reserve" is plain LRU without the slots that were free, "gained"
+    """The table below HEAD; "less reserve" is plain LRU without the slots that were free, "a third"
+    the bar of the smallest pools, "published" the most that a published policy hits, and "gained"
     the part of the distance from plain LRU to MIN.
     """
+    best = _best(result["published"])
     return [
         [
             cell["trace"],
@@ -142,6 +144,8 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
             f"{100 * cell['hit_rate']:.1f} %",
             f"{100 * cell['lru_hit_rate']:.1f} %",
             f"{100 * cell['lru_less_reserve']:.1f} %",
+            f"{100 * best[_pool(cell)]['hit_rate']:.1f} %" if _pool(cell) in best else "",
+            f"{100 * _third(cell):.1f} %" if _is_smallest(cell, result["cells"]) else "",
             f"{100 * cell['minimum_hit_rate']:.1f} %",
             f"{100 * gained(cell):.0f} %",
             f"{cell['mean_run_length']:.2f}",
@@ -153,15 +157,20 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 def notes_of(result: dict[str, Any]) -> list[str]:
     """The bars that were missed, and how far published policies come."""
-    missed = [f"NOT REACHED: {text}" for text in result["missed"]] or ["every bar is reached"]
-    return missed + [
-        f"best of {len(each['hit_rates'])} published policies, {each['trace']},"
-        f" {each['capacity_blocks']} blocks: {each['policy']}, {100 * each['hit_rate']:.1f} %,"
-        f" {gained(each):.2f} of the way to MIN; without {each['free_slots']} free slots"
-        f" MQ {100 * each['less_reserve']['MQ']:.1f} %,"
-        f" LIRS {100 * each['less_reserve']['LIRS']:.1f} %"
-        for each in result["published"]
-    ]
+    found = missed_bars(result["cells"], result["published"])
+    missed = [f"NOT REACHED: {text}" for text in found] or ["every bar is reached"]
+    return (
+        missed
+        + _limits(result["published"])
+        + [
+            f"best of {len(each['hit_rates'])} published policies, {each['trace']},"
+            f" {each['capacity_blocks']} blocks: {each['policy']}, {100 * each['hit_rate']:.1f} %,"
+            f" {gained(each):.2f} of the way to MIN; without {each['free_slots']} free slots"
+            f" MQ {100 * each['less_reserve']['MQ']:.1f} %,"
+            f" LIRS {100 * each['less_reserve']['LIRS']:.1f} %"
+            for each in result["published"]
+        ]
+    )
 
 
 def report(result: dict[str, Any]) -> str:
@@ -175,33 +184,79 @@ def gained(cell: dict[str, Any]) -> float:
     return (cell["hit_rate"] - cell["lru_hit_rate"]) / distance if distance > 0 else 1.0
 
 
-def missed_bars(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """What each policy lacks; see the head of this file."""
+def _third(cell: dict[str, Any]) -> float:
+    """The hit rate a third of the way from plain LRU to MIN."""
+    lru = cell["lru_hit_rate"]
+    return float(lru + _THIRD * (cell["minimum_hit_rate"] - lru))
+
+
+def _pool(cell: dict[str, Any]) -> tuple[str, int]:
+    return cell["trace"], cell["capacity_blocks"]
+
+
+def _is_smallest(cell: dict[str, Any], cells: Sequence[dict[str, Any]]) -> bool:
+    same = (each["capacity_blocks"] for each in cells if each["trace"] == cell["trace"])
+    return bool(cell["capacity_blocks"] == min(same))
+
+
+def _best(published: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """By pool, the published policy that hits most there."""
+    return {_pool(each): each for each in published}
+
+
+def _limits(published: Sequence[dict[str, Any]]) -> list[str]:
+    """How many bars of hits any one published policy reaches, which keeps no slots free."""
+    if not published:
+        return []
+    smallest = [each for each in published if _is_smallest(each, published)]
+    as_lru, thirds = {}, {}
+    for name in published[0]["hit_rates"]:
+        as_lru[name] = sum(e["hit_rates"][name] >= e["lru_hit_rate"] for e in published)
+        thirds[name] = [e["hit_rates"][name] >= _third(e) for e in smallest].count(True)
+    most, third = max(as_lru, key=lambda name: as_lru[name]), max(thirds.values())
+    notes = [
+        f"of {len(as_lru)} published policies none hits as often as plain LRU in more than"
+        f" {as_lru[most]} of {len(published)} pools ({most}), and none gains a third in more than"
+        f" {third} of the {len(smallest)} smallest"
+    ]
+    for name in (name for name in thirds if third and thirds[name] == third):
+        worst = max(published, key=lambda e: e["lru_hit_rate"] - e["hit_rates"][name])
+        lost = 100 * (worst["lru_hit_rate"] - worst["hit_rates"][name])
+        if lost > 0:
+            where = f"{worst['trace']}, {worst['capacity_blocks']} blocks"
+            notes.append(f"{name}, which gains it there, hits {lost:.1f} points less at {where}")
+    return notes
+
+
+def missed_bars(
+    cells: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]] = ()
+) -> list[str]:
+    """What each policy lacks, and the most that published policies reach there; see the head of
+    this file.
+    """
     missed = []
-    smallest = {
-        cell["trace"]: min(c["capacity_blocks"] for c in cells if c["trace"] == cell["trace"])
-        for cell in cells
-    }
-    base = {
-        (cell["trace"], cell["capacity_blocks"]): cell["mean_run_length"]
-        for cell in cells
-        if cell["policy"] == GROUPS
-    }
+    best = _best(published)
+    whole_groups = {_pool(cell): cell for cell in cells if cell["policy"] == GROUPS}
     for cell in cells:
         if cell["policy"] == GROUPS:
             continue
-        trace, blocks = cell["trace"], cell["capacity_blocks"]
-        where = f"{cell['policy']}, {trace}, {blocks} blocks"
-        if cell["hit_rate"] < cell["lru_hit_rate"]:
-            missed.append(
-                f"{where}: {cell['hit_rate']:.4f} hits, plain LRU {cell['lru_hit_rate']:.4f}"
+        pool, lru = _pool(cell), cell["lru_hit_rate"]
+        where = f"{cell['policy']}, {pool[0]}, {pool[1]} blocks"
+        other = best.get(pool)
+        if cell["hit_rate"] < lru:
+            most = (
+                f"; published at most {other['hit_rate']:.4f} ({other['policy']})" if other else ""
             )
-        if blocks == smallest[trace] and gained(cell) < _THIRD:
-            missed.append(f"{where}: {gained(cell):.2f} of the way to MIN, a third is wanted")
-        whole = base.get((trace, blocks), 0.0)
-        if cell["mean_run_length"] < _RUN_SHARE * whole:
-            run = cell["mean_run_length"]
-            missed.append(f"{where}: runs of {run:.2f}, with groups {whole:.2f}")
+            missed.append(f"{where}: {cell['hit_rate']:.4f} hits, plain LRU {lru:.4f}{most}")
+        if _is_smallest(cell, cells) and gained(cell) < _THIRD:
+            most = f"; published at most {gained(other):.2f} ({other['policy']})" if other else ""
+            missed.append(f"{where}: {gained(cell):.2f} of the way to MIN, a third is wanted{most}")
+        whole = whole_groups.get(pool, cell)
+        run, longer = cell["mean_run_length"], whole["mean_run_length"]
+        if run < _RUN_SHARE * longer:
+            hits = whole["hit_rate"]
+            price = f", which hit {hits:.4f}, plain LRU {lru:.4f}" if hits < lru else ""
+            missed.append(f"{where}: runs of {run:.2f}, with groups {longer:.2f}{price}")
     return missed
 
 

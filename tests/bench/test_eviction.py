@@ -127,10 +127,26 @@ def test_published_policies_say_how_far_a_policy_can_come(
     monkeypatch.setitem(sys.modules, "libcachesim", library)
     [best] = eviction.run(args, progress)["published"]
     assert best["hit_rates"] == dict.fromkeys(PUBLISHED, best["lru_hit_rate"])
+    notes = eviction.notes_of({"cells": [], "published": [best]})
+    assert f"published policies, synthetic, {best['capacity_blocks']} blocks" in notes[-1]
+
+
+def test_beside_a_bar_that_is_missed_stands_what_published_policies_reach() -> None:
+    facts = {"free_slots": 1, "less_reserve": {"MQ": 0.2, "LIRS": 0.2}}
+    small = {"A": 0.25, "B": 0.35}, {"A": 0.2, "B": 0.1}
+    published = [
+        {**cell(hit_rate=0.35), **facts, "policy": "B", "hit_rates": small[0]},
+        {**cell(capacity_blocks=20, hit_rate=0.2), **facts, "policy": "A", "hit_rates": small[1]},
+    ]
+    whole = cell(policy="groups", hit_rate=0.1, mean_run_length=9.0)
+    notes = eviction.notes_of({"cells": [whole, cell(hit_rate=0.19)], "published": published})
+    assert "plain LRU 0.2000; published at most 0.3500 (B)" in notes[0]
+    assert "a third is wanted; published at most 0.50 (B)" in notes[1]
+    assert "runs of 4.00, with groups 9.00, which hit 0.1000" in notes[2]
     assert (
-        f"published policies, synthetic, {best['capacity_blocks']} blocks"
-        in eviction.notes_of({"missed": [], "published": [best]})[1]
+        "in more than 2 of 2 pools (A), and none gains a third in more than 1 of the 1" in notes[3]
     )
+    assert notes[4] == "B, which gains it there, hits 10.0 points less at t, 20 blocks"
 
 
 class Kept:
