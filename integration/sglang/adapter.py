@@ -8,6 +8,8 @@ integration names SGLang's modules, except the linker's own adapter.  Page hashe
 from __future__ import annotations
 
 import json
+import logging
+import time
 from importlib import metadata
 from typing import Any
 
@@ -31,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.mem_cache.utils import hash_str_to_int64 as block_hash
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -55,6 +58,7 @@ __all__ = [
     "StorageMetrics",
     "block_hash",
 ]
+_log = logging.getLogger(__name__)
 
 
 def check_version() -> None:
@@ -65,6 +69,24 @@ def check_version() -> None:
             f"SGLang {found} is installed, this version of Tutti works with "
             f"{', '.join(VERSIONS)}; install one of them"
         )
+
+
+def load_page_hashes() -> None:
+    """Loads SGLang's page hashes.  Raises Unsupported when they cannot be compiled.
+
+    Their first call compiles them.  If that happens in a thread of HiCache, `flush_cache` waits
+    ten seconds for the thread, and the server ends.
+    """
+    _log.info("Tutti: loads SGLang's page hashes; the first time this compiles for up to a minute")
+    begin_s = time.monotonic()
+    try:
+        get_hash_str([1], None)
+    except RuntimeError as error:
+        raise Unsupported(
+            f"SGLang cannot compile its page hashes ({error.__cause__ or error}); install g++, "
+            "ninja and OpenSSL's headers, then start the server again"
+        ) from error
+    _log.info("Tutti: SGLang's page hashes loaded in %.1f s", time.monotonic() - begin_s)
 
 
 def served_model() -> ServedModel:

@@ -58,6 +58,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     ) -> None:
         """Checks options and version; raises ConfigError or Unsupported."""
         adapter.check_version()
+        adapter.load_page_hashes()
         self._options = parse_options(storage_config.extra_config, HICACHE)
         WATCH.check(self._options["allow_unwatched_weights"])
         self._config = storage_config

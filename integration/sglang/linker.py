@@ -20,7 +20,7 @@ from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker, crawls
 from tutti.base.process import Owned, at_exit, forget_exit
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, PoolClosed, TuttiError, Unsupported
-from tutti.integration.sglang.adapter import check_version, served_model
+from tutti.integration.sglang.adapter import check_version, load_page_hashes, served_model
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
 from tutti.integration.sglang.direct.backlog import Backlog, Chains, OffloadPart, admitted
@@ -69,6 +69,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     ) -> None:
         """Opens the pools.  Raises TuttiError with what to do."""
         check_version()
+        load_page_hashes()
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)

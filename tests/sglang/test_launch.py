@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import host_pools
 import pytest
+from linker_engine import Rig
 from sglang.srt.arg_groups.lora_hook import check_lora_server_args
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.cpp_utils import native_hash
 from sglang.srt.runtime_context import (
     ParallelContext,
     RuntimeContext,
@@ -20,6 +23,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.server_args import ServerArgs
 
 from tutti.integration.sglang import adapter, launch
+from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.identity import ServedModel, version_at_start
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
 
@@ -46,6 +50,33 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "VERSIONS", ("9.9.9",))
     with pytest.raises(adapter.Unsupported, match=r"9\.9\.9"):
         adapter.check_version()
+
+
+@pytest.mark.parametrize("mode", [HICACHE, LINKER])
+def test_page_hashes_are_loaded_before_a_server_serves(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flush would end a server that compiles them in a thread of HiCache."""
+    caplog.set_level(logging.INFO)
+    load = native_hash._load_native_hash_module
+    load.cache_clear()
+    if mode == LINKER:
+        Rig(tmp_path).linker.close()
+    else:
+        TuttiHiCacheStorage(host_pools.config(tmp_path), {}).close()
+    assert load.cache_info().currsize == 1
+    assert "page hashes loaded in" in caplog.text
+
+
+def test_page_hashes_that_cannot_be_compiled_are_an_error_at_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Failed to load") from OSError("no g++")
+
+    monkeypatch.setattr(native_hash, "_load_native_hash_module", fail)
+    with pytest.raises(adapter.Unsupported, match=r"no g\+\+.*install g\+\+"):
+        TuttiHiCacheStorage(host_pools.config(tmp_path), {})
 
 
 def test_a_process_without_a_server_has_an_empty_model() -> None:
