@@ -159,14 +159,15 @@ SERVING = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench
 $(TINY_MODEL)/tokenizer.json: | $(VENV)/.core sglang-venv build/view
 	$(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
 
-# SGLang compiles its hashes when it first needs them, and a server that is flushed meanwhile ends.
+# SGLang compiles its hashes when it first needs them, and a server that is flushed meanwhile ends;
+# only Tutti loads them before that.
 .PHONY: sglang-hashes
 sglang-hashes: sglang-venv build/view
 	@$(CPU_SGLANG) -c "from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str([1, 2], None)"
 
 .PHONY: bench-serving bench-serving-tp2
 bench-serving: $(TINY_MODEL)/tokenizer.json sglang-hashes ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
-	$(SERVING) --small-capacity 8MiB --more="$(ON_CPU)" $(ARGS)
+	$(SERVING) --passes 2 --small-capacity 8MiB --more="$(ON_CPU)" $(ARGS)
 
 # A processor for each rank.
 bench-serving-tp2: $(TINY_MODEL)/tokenizer.json sglang-hashes ## the same with servers of two ranks, once each

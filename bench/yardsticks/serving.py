@@ -49,6 +49,7 @@ _SETTLE_S = 1.5  # for write-through
 _GONE_S = 2.0  # until a server that broke off is known to have ended
 _COUNTED_S = 11.0  # a linker counts evictions every ten seconds
 _DATA_WORDS = 4000
+_LINES = 3  # of a log, as a reason
 _SETTINGS = (
     *("groups", "prompts", "prefix_tokens", "question_tokens", "clients", "rounds"),
     *("output_tokens", "rate", "seed", "passes", "page_size", "dram", "capacity"),
@@ -271,7 +272,9 @@ def hits(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
 
 
 def _last(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    """The end of a log; the server's own line comes after the reason of a process beside it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(lines[-_LINES:]) or "it said nothing"
 
 
 @contextmanager
@@ -317,7 +320,7 @@ def _free_port() -> int:
 
 HEAD = (
     *("system", "asked by", "completed", "prompt tokens", "device", "host", "storage", "hits"),
-    *("evicted", "median TTFT ms", "requests/s"),
+    *("possible", "evicted", "median TTFT ms", "requests/s"),
 )
 
 
@@ -333,11 +336,43 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
                     [
                         *(system, name, completed or "**fails**", str(one["prompt_tokens"])),
                         *(str(one[f"{source}_tokens"]) for source in SOURCES[:3]),
-                        *(f"{one['hit_rate']:.1%}", str(one.get("evicted_tokens", ""))),
+                        *(f"{one['hit_rate']:.1%}", _possible(one)),
+                        str(one.get("evicted_tokens", "")),
                         *("" if value is None else f"{value:.3g}" for value in (ttft, rate)),
                     ]
                 )
     return rows
+
+
+def _possible(one: dict[str, Any]) -> str:
+    return (
+        f"{one['possible_tokens'] / one['prompt_tokens']:.1%}" if "possible_tokens" in one else ""
+    )
+
+
+def hit_notes(result: dict[str, Any]) -> list[str]:
+    """Which systems found less than is possible in a step of any pass, or more.
+
+    Not of bench_serving's first run, where requests of a group overlap, and not of a storage that
+    is too small: these may only not find more.
+    """
+    lines, good = [], []
+    for title, cell in result["systems"].items():
+        found: dict[str, str] = {}
+        for one in cell.get("passes", [cell]):
+            for step in (step for step in STEPS if "possible_tokens" in one.get(step, {})):
+                tokens = sum(one[step][source + "_tokens"] for source in SOURCES)
+                possible = one[step]["possible_tokens"]
+                may_lose = step == "first" or title not in RECIPES
+                if tokens > possible or (tokens < possible and not may_lose):
+                    found[STEPS[step]] = f"{STEPS[step]} {tokens} of {possible}"
+        has_none = title in RECIPES and not RECIPES[title].uses_storage
+        name = f"{title} (no SSD tier)" if has_none else title
+        if found:
+            lines.append(f"{name} found, in tokens: {', '.join(found.values())}")
+        elif title in RECIPES and "possible_tokens" in cell.get("again", {}):
+            good.append(name)
+    return [*([f"found all that is possible: {', '.join(good)}"] if good else []), *lines]
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
@@ -361,6 +396,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         settings,
         f"ranks of a server: {', '.join(map(str, sorted(ranks)))}; medians of {usual} passes"
         + (f" (fewer: {'; '.join(fewer)})" if fewer else ""),
+        *hit_notes(result),
         *small,
         *lost,
         *(

@@ -1,10 +1,14 @@
-"""What a server is asked by `serving`: each step is a client with its arguments."""
+"""What a server is asked by `serving`: each step is a client with its arguments.
+
+With each answer goes `possible_tokens`, computed from the prompts alone: how many of their tokens a
+cache finds that loses nothing and shares whole pages.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +63,7 @@ def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
     """In order."""
     steps: dict[str, Step] = {
         "first": partial(_bench_serving, target),
-        "again": partial(_bench_serving, target),
+        "again": partial(_bench_serving, target, stored=True),
         "turns": partial(_turns, target),
         "sharegpt": partial(_chat, target, "sharegpt", 1.0),
         "multiturn": partial(_chat, target, "multiturn", _TURN_SCALE),
@@ -75,8 +79,12 @@ def warm_up(target: Target) -> None:
     _bench_serving(replace(target, args=argparse.Namespace(**given)))
 
 
-def _bench_serving(target: Target) -> dict[str, Any]:
-    """`bench_serving` with its groups of shared prefixes, in an order of its own."""
+def _bench_serving(target: Target, *, stored: bool = False) -> dict[str, Any]:
+    """`bench_serving` with its groups of shared prefixes, in an order of its own.
+
+    stored: every prompt was there before.  Else the first one of each group finds nothing; the
+    others may find less than is possible, because they may come before it has ended.
+    """
     args, out = target.args, target.folder / "bench_serving.jsonl"
     out.unlink(missing_ok=True)
     shape = {
@@ -92,8 +100,11 @@ def _bench_serving(target: Target) -> dict[str, Any]:
     words += ["--request-rate", args.rate, "--seed", args.seed, "--output-file", out]
     target.clients.program("sglang.bench_serving", *words, "--disable-tqdm", "--warmup-requests", 0)
     row = _last_row(out)
+    shared = _whole_pages(args.prefix_tokens, args) * (args.prompts - 1)
+    every = _whole_pages(args.prefix_tokens + args.question_tokens - 1, args) * args.prompts
     return {
         "requests": args.groups * args.prompts,
+        "possible_tokens": args.groups * (every if stored else shared),
         "completed": row["completed"],
         "median_ttft_ms": row["median_ttft_ms"],
         "request_throughput": row["request_throughput"],
@@ -115,7 +126,7 @@ def _turns(target: Target) -> dict[str, Any]:
         "seed": args.seed,
     }
     answer = target.clients.ask({"function": _MULTITURN_TEST, "given": given})
-    requests = {"requests": args.clients * args.rounds}
+    requests = {"requests": args.clients * args.rounds, "possible_tokens": _of_turns(args)}
     if "error" not in answer:
         rounds = answer["value"]["rounds"].values()
         return requests | {"completed": sum(one["request_count"] for one in rounds), "passed": True}
@@ -131,9 +142,10 @@ def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
     args, run, renderer = target.args, Run(), Renderer(IDS, _VOCABULARY)
     count = args.clients * args.rounds
     prompts = generate_chats(name, count, args.seed, scale=scale, users=args.clients)
+    values = [renderer.json_value(prompt.parts) for prompt in prompts]
     calls = [
-        TimedCall(number, 0.0, name, args.output_tokens, partial(renderer.json_value, prompt.parts))
-        for number, prompt in enumerate(prompts)
+        TimedCall(number, 0.0, name, args.output_tokens, partial(bytes, value))
+        for number, value in enumerate(values)
     ]
     endpoint = Endpoint("127.0.0.1", target.port)
     drive(endpoint, Generate(IDS), calls, run, timeout_s=_REQUEST_S, concurrency=1)
@@ -143,6 +155,7 @@ def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
     span_s = max(record.done_s for record in run.records)
     return {
         "requests": count,
+        "possible_tokens": found_by_all([json.loads(value) for value in values], args.page_size),
         "completed": len(good),
         "median_ttft_ms": median([latencies_ms(record)["ttft_sent"] for record in good]),
         "request_throughput": len(good) / span_s,
@@ -157,15 +170,41 @@ def _bench_multiturn(target: Target) -> dict[str, Any]:
     words += ["--num-clients", args.clients, "--num-rounds", args.rounds]
     words += ["--request-length", args.prefix_tokens // 2, "--max-parallel", 2]
     words += ["--output-length", args.output_tokens, "--request-rate", args.rate]
-    words += ["--disable-auto-run", "--seed", args.seed, "--log-file", log]
+    # Not the texts of the multi-turn test: storage has them.
+    words += ["--disable-auto-run", "--seed", args.seed + 1, "--log-file", log]
     target.clients.program(str(args.bench_multiturn.resolve()), *words)
     summary = _last_row(log)["summary"]
     return {
         "requests": args.clients * args.rounds,
+        "possible_tokens": _of_turns(args),
         "completed": summary["total_requests"],
         "median_ttft_ms": 1e3 * summary["median_ttft"],
         "request_throughput": summary["throughput"],
     }
+
+
+def _of_turns(args: argparse.Namespace) -> int:
+    """Of turns that each hold the one before and its answer, whose last token has no KV."""
+    tokens = args.prefix_tokens // 2 + args.output_tokens
+    found = sum(_whole_pages(turn * tokens - 1, args) for turn in range(1, args.rounds))
+    return int(args.clients * found)
+
+
+def found_by_all(prompts: Sequence[Sequence[int]], page_size: int) -> int:
+    """Of prompts one after the other; the last token of each is always computed."""
+    seen: set[tuple[int, ...]] = set()
+    found = 0
+    for ids in prompts:
+        ends = range(page_size, len(ids) + 1, page_size)
+        pages = [tuple(ids[:end]) for end in ends]
+        known = next((n for n, page in enumerate(pages) if page not in seen), len(pages))
+        found += min(known, (len(ids) - 1) // page_size) * page_size
+        seen.update(pages)
+    return found
+
+
+def _whole_pages(tokens: int, args: argparse.Namespace) -> int:
+    return int(tokens // args.page_size * args.page_size)
 
 
 def _last_row(file: Path) -> dict[str, Any]:

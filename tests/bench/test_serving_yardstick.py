@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tutti.bench.summary import render
 from tutti.bench.ttft.http import ServerError
 from tutti.bench.yardsticks import serving
+from tutti.bench.yardsticks.serving_steps import found_by_all
 from tutti.bench.yardsticks.sglang_clients import Clients
 
 METRICS = """
@@ -73,9 +75,43 @@ def test_the_table_names_what_failed_and_what_was_skipped(tmp_path: Path) -> Non
     assert "| tutti-linker | multi-turn test | 24 of 24 |" in page
     assert "hbm fails SGLang's multi-turn test: Round 1, client 0: cached_tokens=0" in page
     assert "skipped, lmcache: lmcache is not installed" in page and "note CPU" in page
-    assert "| tutti-linker | bench_serving | 30 | " in page, "the median of its passes"
+    assert "| tutti-linker | bench_serving | 640 | 30 | " in page, "the median of its passes"
     assert "ranks of a server: 2; medians of 3 passes (fewer: hbm 1; tutti-linker, 8MiB 1)" in page
     assert "tutti-linker, 8MiB: the pool evicted 88 objects" in page
+
+
+def test_a_system_that_finds_less_than_is_possible_is_named() -> None:
+    def step(tokens: int) -> dict[str, Any]:
+        sources = dict.fromkeys(serving.SOURCES, 0) | {"host": tokens}
+        return {f"{name}_tokens": n for name, n in sources.items()} | {"possible_tokens": 512}
+
+    def cell(*again: int) -> dict[str, Any]:
+        return {
+            "server": {},
+            "again": step(again[0]),
+            "passes": [{"first": step(64), "again": step(tokens)} for tokens in again],
+        }
+
+    cells = {
+        "tutti-linker": cell(512, 512),
+        "tutti-linker, 8MiB": cell(128),
+        "hicache-file": cell(512, 448, 512),
+        "hbm": cell(0),
+        "hicache-nixl": cell(576),
+    }
+    assert serving.hit_notes({"systems": cells}) == [
+        "found all that is possible: tutti-linker",
+        "hicache-file found, in tokens: the same after a flush 448 of 512",
+        "hbm (no SSD tier) found, in tokens: the same after a flush 0 of 512",
+        "hicache-nixl found, in tokens: the same after a flush 576 of 512",
+    ]
+
+
+def test_what_is_possible_is_whole_pages_but_the_last_token() -> None:
+    long, other = list(range(10)), [*range(6), *range(100, 106)]
+    # Nothing; a page, as the last token is computed; the page that both share; twice two pages.
+    assert found_by_all([long, long[:8], other, other, long], 4) == 0 + 4 + 4 + 8 + 8
+    assert found_by_all([long, long], 64) == 0
 
 
 def test_a_test_that_failed_in_one_pass_has_failed() -> None:
