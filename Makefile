@@ -144,17 +144,25 @@ bench: $(VENV)/.test sglang-venv mooncake build/view ## every result of the stor
 
 # SGLang's packages on a CPU: the stand-in takes the place of operators that no wheel has for one.
 # LMCache has a folder of its own there: the tests of its recipes need more of it than its client.
-CPU_SGLANG := env PYTHONSAFEPATH=1 \
-  PYTHONPATH=$(CURDIR)/build/view:$(CURDIR)/tests/sglang/stand_in:$(abspath $(SGLANG_VENV))/peers \
-  $(SGLANG_VENV)/bin/python
+CPU_SGLANG_PATH := $(CURDIR)/build/view:$(CURDIR)/tests/sglang/stand_in:$(abspath $(SGLANG_VENV))/peers
+CPU_SGLANG := env PYTHONSAFEPATH=1 PYTHONPATH=$(CPU_SGLANG_PATH) $(SGLANG_VENV)/bin/python
 
 .PHONY: bench-peers
 bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--host-pages thp"
 	$(CPU_SGLANG) -m tutti.cli bench peers --dir $(BENCH_DIR) $(ARGS)
 
+LMCACHE_SERVER := $(SGLANG_VENV)/lmcache-server
+.PHONY: lmcache-server
+lmcache-server: tests/sglang/lmcache-server.txt sglang-venv
+	@[ $(LMCACHE_SERVER)/.installed -nt $< ] || { \
+	  $(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --disable-pip-version-check \
+	  --target $(LMCACHE_SERVER) -r $< && touch $(LMCACHE_SERVER)/.installed || \
+	  echo "LMCache's server is not installed: bench-serving names it as skipped"; }
+
 TINY_MODEL := build/tiny-model
 ON_CPU := --device cpu --attention-backend torch_native --context-length 4096 --max-total-tokens 4096 --mem-fraction-static 0.3
-SERVING = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(CPU_SGLANG) -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
+SERVING = env OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONSAFEPATH=1 \
+  PYTHONPATH=$(CPU_SGLANG_PATH):$(abspath $(LMCACHE_SERVER)) $(SGLANG_VENV)/bin/python -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
   --dir $(BENCH_DIR) --prompts 2 --rounds 3 --rate 16 --note "CPU, tiny model: counts, not speed"
 $(TINY_MODEL)/tokenizer.json: | $(VENV)/.core sglang-venv build/view
 	$(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
@@ -166,7 +174,7 @@ sglang-hashes: sglang-venv build/view
 	@$(CPU_SGLANG) -c "from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str([1, 2], None)"
 
 .PHONY: bench-serving bench-serving-tp2
-bench-serving: $(TINY_MODEL)/tokenizer.json sglang-hashes ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
+bench-serving: $(TINY_MODEL)/tokenizer.json sglang-hashes lmcache-server ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
 	$(SERVING) --passes 2 --small-capacity 8MiB --more="$(ON_CPU)" $(ARGS)
 
 # A processor for each rank.
