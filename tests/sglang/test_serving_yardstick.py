@@ -39,13 +39,12 @@ def test_all_that_was_stored_is_found_again(
         os.close(turn)
     cell = result["systems"][system]
     assert cell["first"]["completed"] == cell["again"]["completed"] == 36
-    # Whole pages of every prompt but its last token's: nothing was in the server's own caches.
-    kept = cell["again"]["host_tokens"] + cell["again"]["storage_tokens"]
-    assert kept >= 12 * 512 and cell["again"]["hit_rate"] > 0.8
+    # After a flush nothing is in the server's own caches, but prompts of a group share their pages.
+    assert cell["again"]["host_tokens"] + cell["again"]["storage_tokens"] >= 12 * 512
     assert cell["turns"]["passed"], cell["turns"]
+    assert serving.hit_notes(result) == [f"found all that is possible: {system}"]
     for turns in ("sharegpt", "multiturn"):
         assert cell[turns]["completed"] == cell[turns]["requests"] == 24
-        assert cell[turns]["hit_rate"] > 0.1
     small = result["systems"][f"{system}, 8MiB"]
     assert small["server"]["evicted_objects"] > 0
     assert small["again"]["completed"] == 36
