@@ -5,36 +5,45 @@ fio is the flexible I/O tester (github.com/axboe/fio); its JSON is described in 
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tutti.base.units import MiB, format_nbytes
-from tutti.errors import MediumError, Unsupported
+from tutti.errors import Unsupported
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES
 
 IODEPTH = 32
 _TIMEOUT_S = 600
+_LOCK_S = 60.0
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
-_SPARE_HUGEPAGES = 128  # other programs take some as well
+_ALIGNMENT_NBYTES = 4096  # fio's for direct I/O, in addition to its blocks
+
+
+class FioUnavailable(Unsupported):
+    """What fio shows cannot be measured: it is missing, has no hugepages, or failed."""
 
 
 @dataclass(frozen=True)
 class FioJob:
     """One run: `io_nbytes` from or to a file of `size_nbytes`, front to back, around at its end.
 
-    direction: "read", "write" or "randread".  hugepages: buffers on reserved ones.  batches: of
-    `iodepth` blocks, in memory that may be transparent hugepages; else all is on ordinary pages.
+    direction: "read", "write" or "randread".  hugepages: the memory of `held_hugepages` for the
+    buffers.  batches: of `iodepth` blocks, in memory that may be transparent hugepages.  Without
+    either of them all is on ordinary pages.
     """
 
     path: str
@@ -42,12 +51,13 @@ class FioJob:
     block_nbytes: int
     size_nbytes: int
     io_nbytes: int
-    hugepages: bool = False
+    hugepages: str = ""
     iodepth: int = IODEPTH
     batches: bool = False
 
     def command(self) -> list[str]:
         """The arguments of fio."""
+        mapped = f"mmaphuge:{self.hugepages}" if self.hugepages else "mmap"
         return [
             "fio",
             "--name=bench",
@@ -57,7 +67,7 @@ class FioJob:
             f"--size={self.size_nbytes}",
             f"--io_size={self.io_nbytes}",
             f"--iodepth={self.iodepth}",
-            f"--iomem={'malloc' if self.batches else 'mmaphuge' if self.hugepages else 'mmap'}",
+            f"--iomem={'malloc' if self.batches else mapped}",
             *([f"--iodepth_batch={self.iodepth}"] if self.batches else []),
             *([f"--iodepth_batch_complete_min={self.iodepth}"] if self.batches else []),
             "--ioengine=io_uring",
@@ -89,25 +99,38 @@ class FioResult:
 
 
 def run_fio(job: FioJob) -> FioResult:
-    """Runs one job.  Raises Unsupported without fio, MediumError when the job fails."""
+    """Runs one job.  Raises FioUnavailable without fio, and when the job fails or does not end."""
     if shutil.which("fio") is None:
-        raise Unsupported("fio is not installed; install it, e.g. with `apt-get install fio`")
+        raise FioUnavailable("fio is not installed; install it, e.g. with `apt-get install fio`")
     tunables = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if job.batches else None
-    command, timeout_s = job.command(), _TIMEOUT_S
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=tunables)
-    if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise MediumError(
-            f"fio failed: {lines[-1] if lines else 'no message'}; with hugepages, reserve more "
-            "of them (vm.nr_hugepages)"
-        )
-    return parse_fio(done.stdout, job.direction.removeprefix("rand"))
+    pipe = subprocess.PIPE
+    # A group of its own: fio does its I/O in a child, which would survive it.
+    with subprocess.Popen(
+        job.command(), stdout=pipe, stderr=pipe, text=True, env=tunables, process_group=0
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                what = f"fio did not end in {_TIMEOUT_S} s; look for errors of the drive"
+                raise FioUnavailable(what) from error
+            raise
+    if process.returncode != 0:
+        lines = (err or out).strip().splitlines()
+        raise FioUnavailable(f"fio failed: {lines[-1] if lines else _ending(process.returncode)}")
+    return parse_fio(out, job.direction.removeprefix("rand"))
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}, no message" if code < 0 else f"exit code {code}, no message"
 
 
 def parse_fio(text: str, direction: str) -> FioResult:
     """Reads fio's JSON; lines before it, such as notes, are skipped.
 
-    Raises MediumError for a job that failed or output that is not fio's.
+    Raises FioUnavailable for a job that failed or output that is not fio's.
     """
     try:
         content: dict[str, Any] = json.loads(text[text.index("{") :])
@@ -117,13 +140,12 @@ def parse_fio(text: str, direction: str) -> FioResult:
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         version = str(content["fio version"])
     except (ValueError, LookupError, TypeError) as problem:
-        raise MediumError(f"fio's output is not as expected ({problem!r}); run it by hand") from (
-            problem
-        )
+        what = f"fio's output is not as expected ({problem!r}); run it by hand"
+        raise FioUnavailable(what) from problem
     if error:
-        raise MediumError(f"fio's job failed: {os.strerror(error)}; run it by hand")
+        raise FioUnavailable(f"fio's job failed: {os.strerror(error)}; run it by hand")
     if nbytes <= 0 or wall_s <= 0:
-        raise MediumError("fio moved nothing; give it more bytes")
+        raise FioUnavailable("fio moved nothing; give it more bytes")
     return FioResult(nbytes, wall_s, cpu_s, version)
 
 
@@ -134,42 +156,90 @@ def prepare_file(path: str, nbytes: int) -> None:
 
 
 def hugepages_of(job: FioJob) -> int:
-    """How many reserved hugepages a job needs."""
-    return -(-job.iodepth * job.block_nbytes // HUGEPAGE_NBYTES) + _SPARE_HUGEPAGES
+    """How many hugepages fio 3.33 maps: buffers for a power of two of blocks, and one page more."""
+    depth = 1 << (job.iodepth - 1).bit_length()
+    nbytes = depth * job.block_nbytes + _ALIGNMENT_NBYTES
+    return -(-nbytes // HUGEPAGE_NBYTES) + 1
 
 
 @contextmanager
-def reserved_hugepages(count: int, *, allow_sysctl: bool) -> Iterator[None]:
-    """Reserves `count` more hugepages, and releases them afterwards.
+def held_hugepages(
+    jobs: Sequence[FioJob], *, allow_sysctl: bool, others_nbytes: int = 0
+) -> Iterator[str]:
+    """Memory on hugepages for the buffers of these jobs, one at a time, and of nobody else.
 
-    Raises Unsupported when they are not there and may not, or cannot, be reserved.
+    Free hugepages are taken by any program that asks for some (a store's own buffers do) before fio
+    does, and fio 3.33 then dies of a fault, as it does not check its mapping.  So they are held
+    here, in a file of memory that fio maps.  As many as `others_nbytes` take are left free.
+    Missing ones are added to the system's, and afterwards taken from them.
+    Raises FioUnavailable when they are not there and may not, or cannot, be added.
     """
     gc.collect()  # what an earlier case used may hang in cycles
-    before = int(_NR_HUGEPAGES.read_text())
-    free, total = _hugepages()
-    missing = count - free
-    if missing <= 0:
+    count = max(map(hugepages_of, jobs))
+    added, file = 0, -1
+    try:
+        with _alone():  # also with the pages that were found free
+            missing = count + -(-others_nbytes // HUGEPAGE_NBYTES) - _hugepages()[0]
+            added = _add(missing, allow_sysctl=allow_sysctl) if missing > 0 else 0
+            try:
+                file = os.memfd_create("fio", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+                os.posix_fallocate(file, 0, count * HUGEPAGE_NBYTES)
+            except OSError as error:
+                what = f"the kernel refuses {count} hugepages for fio ({error.strerror})"
+                raise FioUnavailable(f"{what}; stop other programs that use some") from error
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        if file >= 0:
+            os.close(file)
+        if added:
+            with _alone():
+                now = int(_NR_HUGEPAGES.read_text())
+                _NR_HUGEPAGES.write_text(str(max(0, now - added)))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other process that compares with fio looks at hugepages, or changes their number."""
+    end_s = time.monotonic() + _LOCK_S
+    with open(_NR_HUGEPAGES) as lock:  # the lock ends with the file
+        while not _locked(lock.fileno()):
+            if time.monotonic() > end_s:
+                what = f"another process has locked {_NR_HUGEPAGES} for {_LOCK_S:g} s"
+                raise FioUnavailable(f"{what}; end it, then repeat this")
+            time.sleep(0.02)
         yield
-        return
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _add(missing: int, *, allow_sysctl: bool) -> int:
+    """Adds hugepages to those of the system; how many have to go again."""
+    before, (free, total) = int(_NR_HUGEPAGES.read_text()), _hugepages()
     what = f"{missing} more hugepages ({format_nbytes(missing * HUGEPAGE_NBYTES)}) are needed"
     wanted = total + missing  # pages in use count as well, also those above nr_hugepages
     remedy = f"set vm.nr_hugepages to {wanted}"
     if not allow_sysctl:
-        raise Unsupported(f"{what}; {remedy}, or let this do it with --allow-sysctl")
+        raise FioUnavailable(f"{what}; {remedy}, or let this do it with --allow-sysctl")
     try:
         _NR_HUGEPAGES.write_text(str(wanted))
-        if _hugepages()[0] < count:  # the page cache may be what lies in the way
+        if _hugepages()[0] < free + missing:  # the page cache may be what lies in the way
             _DROP_CACHES.write_text("1")
             _COMPACT_MEMORY.write_text("1")
             _NR_HUGEPAGES.write_text(str(wanted))
-        if _hugepages()[0] < count:
-            raise Unsupported(f"{what}, but memory is too fragmented; {remedy} after a restart")
-        yield
-    except PermissionError as error:
-        raise Unsupported(f"{what}, which needs root; {remedy}") from error
-    finally:
-        if int(_NR_HUGEPAGES.read_text()) != before:
-            _NR_HUGEPAGES.write_text(str(before))
+    except OSError as error:
+        raise FioUnavailable(f"{what}, which needs root; {remedy}") from error
+    added = int(_NR_HUGEPAGES.read_text()) - before
+    if _hugepages()[0] < free + missing:
+        _NR_HUGEPAGES.write_text(str(before))
+        why = "but memory is too fragmented"
+        raise FioUnavailable(f"{what}, {why}; {remedy} after a restart")
+    return added
 
 
 def _hugepages() -> tuple[int, int]:

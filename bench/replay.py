@@ -23,7 +23,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench import belady
 from tutti.bench.environment import describe
-from tutti.bench.fio import FioJob, run_fio
+from tutti.bench.fio import FioJob, FioUnavailable, run_fio
 from tutti.bench.meter import Meter
 from tutti.bench.pool_file import (
     add_pool_arguments,
@@ -165,7 +165,13 @@ def report(result: dict[str, Any]) -> str:
     loaded = sum(run["loaded_pages"] for run in result["runs"])
     last = f"{result['requests']} requests, {loaded} pages loaded and compared: {verdict}"
     hits, speeds = table(list(HITS), hit_rows(result)), table(list(SPEEDS), speed_rows(result))
-    return f"{hits}\n\n{speeds}\n{last}"
+    return "\n".join([hits, "", speeds, *notes_of(result), last])
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """Why there are no numbers of fio."""
+    found = [run["floor_not_measured"] for run in result["runs"] if "floor_not_measured" in run]
+    return [f"fio: not measured: {found[0]}"] if found else []
 
 
 class Replayer:
@@ -326,5 +332,7 @@ def _add_floor(path: Path, result: dict[str, Any], nbytes: int) -> None:
             job = FioJob(str(path), direction, nbytes, _FLOOR_NBYTES, _FLOOR_NBYTES)
             done = run_fio(replace(job, iodepth=depth, batches=True))
             meter["fio_cpu_s_per_gb"] = done.cpu_s_per_gb
+    except FioUnavailable as error:
+        result["floor_not_measured"] = str(error)
     finally:
         path.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 from tutti.base.terminal import table
 from tutti.bench.environment import describe
+from tutti.bench.peers.fio_peers import FIO
 from tutti.errors import ConfigError
 
 MANIFEST = "store-run"
@@ -277,16 +278,21 @@ def _take(
 
 
 def _lacking(result: dict[str, Any]) -> list[str]:
-    """What a result should hold and does not: peers that could not run, cells without numbers."""
-    lacking = [f"{name}: {why}" for name, why in result.get("skipped", {}).items()]
+    """What a result should hold and does not: peers that could not run, cells without numbers.
+
+    fio shows what the drive gives beside the numbers of the store, and the result names why it
+    could not. So its rows may lack; but not all rows.
+    """
+    lacking = {name: why for name, why in result.get("skipped", {}).items() if name not in FIO}
     cells = result.get("cells")
     if isinstance(cells, dict):
-        lacking += [
-            f"{name}: {cell['not_measured']}"
-            for name, cell in cells.items()
-            if "not_measured" in cell
-        ]
-    return lacking
+        without = {name: cell for name, cell in cells.items() if "not_measured" in cell}
+        lacking |= {
+            name: cell["not_measured"]
+            for name, cell in without.items()
+            if cell.get("of") != "fio" or len(without) == len(cells)
+        }
+    return [f"{name}: {why}" for name, why in lacking.items()]
 
 
 if __name__ == "__main__":

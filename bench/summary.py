@@ -190,7 +190,9 @@ def _plain(facts: dict[str, Any]) -> str:
 
 def _replay(result: dict[str, Any]) -> str:
     hits = _markdown(replay.HITS, replay.hit_rows(result))
-    return "\n".join([*hits, "", *_markdown(replay.SPEEDS, replay.speed_rows(result))])
+    speeds = _markdown(replay.SPEEDS, replay.speed_rows(result))
+    notes = [line for note in replay.notes_of(result) for line in ("", note)]
+    return "\n".join([*hits, "", *speeds, *notes])
 
 
 def _ring(result: dict[str, Any]) -> str:

@@ -29,13 +29,13 @@ from tutti.bench.compare.systems import (
     fio_system,
     pool_system,
 )
-from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, reserved_hugepages, run_fio
+from tutti.bench.fio import IODEPTH, FioJob, FioUnavailable, held_hugepages, run_fio
 from tutti.bench.meter import Meter
 from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.statistics import interval_text
 from tutti.errors import Unsupported
-from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
+from tutti.gio_uring.memory import HostBuffer
 
 PHASES = ("store", "retrieve")
 _FILE_BARS = {"store": 2.0, "retrieve": 1.5}  # times a file per object
@@ -102,20 +102,28 @@ def fio_memory(setup: Setup) -> Cells:
     """fio with 256 MiB of buffers (queue depth 1024) against fio with 8 MiB (queue depth 32)"""
     cells: Cells = {}
     for phase in PHASES:
-        path = str(setup.directory / "fio.data")
-        few = FioJob(
-            path, _DIRECTION[phase], 256 * KiB, setup.size_nbytes, setup.size_nbytes, hugepages=True
-        )
-        many = replace(few, iodepth=1024)
-        needed = reserved_hugepages(hugepages_of(many), allow_sysctl=setup.allow_sysctl)
         if setup.wanted(phase):
-            with needed, fio_file(setup.directory, few.size_nbytes):
-                nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
-                cells[f"{phase} 256KiB"] = setup.compare(
-                    fio_system(replace(many, io_nbytes=nbytes)),
-                    fio_system(replace(few, io_nbytes=nbytes)),
-                )
+            try:
+                cells[f"{phase} 256KiB"] = _fio_memory_cell(setup, phase)
+            except FioUnavailable as error:
+                cells[f"{phase} 256KiB"] = _not_measured(error)
     return cells
+
+
+def _fio_memory_cell(setup: Setup, phase: str) -> dict[str, Any]:
+    path, nbytes = str(setup.directory / "fio.data"), setup.size_nbytes
+    few = FioJob(path, _DIRECTION[phase], 256 * KiB, nbytes, nbytes)
+    many = replace(few, iodepth=1024)
+    with (
+        held_hugepages([many], allow_sysctl=setup.allow_sysctl) as memory,
+        fio_file(setup.directory, few.size_nbytes),
+    ):
+        few, many = (replace(job, hugepages=memory) for job in (few, many))
+        nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
+        return setup.compare(
+            fio_system(replace(many, io_nbytes=nbytes)),
+            fio_system(replace(few, io_nbytes=nbytes)),
+        )
 
 
 def layerwise_fio(setup: Setup) -> Cells:
@@ -164,8 +172,14 @@ def files(setup: Setup) -> Cells:
             try:
                 cells |= _file_cells(setup, plan, wanted, direct=direct, hugepages=hugepages)
             except Unsupported as error:
-                cells |= {cell: {"not_measured": str(error)} for cell in wanted.values()}
+                cells |= {cell: _not_measured(error) for cell in wanted.values()}
     return cells
+
+
+def _not_measured(error: Unsupported) -> dict[str, str]:
+    """A cell that only has a reason; of: the system that is lacking, if it is not the store."""
+    cell = {"not_measured": str(error)}
+    return {**cell, "of": "fio"} if isinstance(error, FioUnavailable) else cell
 
 
 def _file_cells(
@@ -177,13 +191,14 @@ def _file_cells(
     """
     cells: Cells = {}
     path = str(setup.directory / "fio.data")
-    jobs = {p: _same_memory(path, p, plan, setup.size_nbytes, hugepages) for p in wanted}
+    jobs = {p: _same_memory(path, p, plan, setup.size_nbytes) for p in wanted}
     nbytes = _STORE_NBYTES + plan.engine_nbytes + _inflight_nbytes(plan)
-    count = -(-nbytes // HUGEPAGE_NBYTES) + max(hugepages_of(job) for job in jobs.values())
-    needed = reserved_hugepages(count, allow_sysctl=setup.allow_sysctl)
+    needed = held_hugepages(
+        list(jobs.values()), allow_sysctl=setup.allow_sysctl, others_nbytes=nbytes
+    )
     can_fio = shutil.which("fio") is not None
     with (
-        needed if hugepages else nullcontext(),
+        needed if hugepages else nullcontext("") as memory,
         fio_file(setup.directory, setup.size_nbytes) if can_fio else nullcontext(),
         setup.pool("compare", plan) as workload,
     ):
@@ -192,7 +207,7 @@ def _file_cells(
             setup.directory, plan, direct=direct, hugepages=hugepages, nbytes=round_nbytes
         ) as systems:
             for phase, cell in wanted.items():
-                job = replace(jobs[phase], io_nbytes=round_nbytes)
+                job = replace(jobs[phase], io_nbytes=round_nbytes, hugepages=memory)
                 tutti = pool_system("tutti", workload, phase, round_nbytes)
                 bound = fio_system(job) if can_fio else None
                 found = setup.compare(tutti, systems[phase], bound)
@@ -204,12 +219,12 @@ def _inflight_nbytes(plan: PoolPlan) -> int:
     return plan.inflight * plan.batch_pages * plan.shape.object_nbytes
 
 
-def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int, hugepages: bool) -> FioJob:
+def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int) -> FioJob:
     """fio with as many bytes of buffers as the batches in flight have."""
     block_nbytes = plan.shape.slice_nbytes
     depth = _inflight_nbytes(plan) // block_nbytes
     direction = _DIRECTION[phase]
-    return FioJob(path, direction, block_nbytes, nbytes, nbytes, hugepages=hugepages, iodepth=depth)
+    return FioJob(path, direction, block_nbytes, nbytes, nbytes, iodepth=depth)
 
 
 def _file_bar(found: dict[str, Any], bar: float | None) -> dict[str, str]:
@@ -219,8 +234,10 @@ def _file_bar(found: dict[str, Any], bar: float | None) -> dict[str, str]:
         ratio = found["speed_ratio"]["median"]
         verdict = "reached" if ratio >= bar else "NOT REACHED"
         words.append(f"{ratio:.2f} times the files (bar {bar:g}): {verdict}")
-    if "bound" in found:
-        bound = found["bound"]
+    bound = found.get("bound", {})
+    if "not_measured" in bound:
+        words.append(f"{bound['name']} with as much memory: not measured: {bound['not_measured']}")
+    elif bound:
         words.append(
             f"{bound['name']} with as much memory, on the files' kind of pages:"
             f" {bound['median_gb_per_s']:.2f} GB/s, {interval_text(bound['speed_ratio'])} times"
@@ -359,17 +376,16 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
         block_nbytes,
         setup.size_nbytes // block_nbytes * block_nbytes,
         setup.size_nbytes // block_nbytes * block_nbytes,
-        hugepages=plan.hugepages,
     )
     nbytes = _STORE_NBYTES + plan.engine_nbytes
-    count = hugepages_of(job) + -(-nbytes // HUGEPAGE_NBYTES)
-    needed = reserved_hugepages(count, allow_sysctl=setup.allow_sysctl)
+    needed = held_hugepages([job], allow_sysctl=setup.allow_sysctl, others_nbytes=nbytes)
     try:
         with (
-            needed if plan.hugepages else nullcontext(),
+            needed if plan.hugepages else nullcontext("") as memory,
             fio_file(setup.directory, job.size_nbytes),
             setup.pool("compare", plan) as workload,
         ):
+            job = replace(job, hugepages=memory)
             if phase == "layerwise":
                 round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)
             else:
@@ -379,7 +395,7 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
                 fio_system(replace(job, io_nbytes=round_nbytes)),
             )
     except Unsupported as error:
-        return {"not_measured": str(error)}
+        return _not_measured(error)
 
 
 def _with_fio_memory(plan: PoolPlan) -> PoolPlan:

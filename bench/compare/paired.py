@@ -8,7 +8,7 @@ from typing import Any
 
 from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, Unsupported
 
 PAIRS_MIN = 7
 
@@ -44,20 +44,30 @@ def compare(
 
     twin: run B a second time in each pair; B against itself is the noise floor.
     bound: a third system in each pair, which shows what the medium gives; its ratios are over B.
+    The pairs go on without it when it raises Unsupported, and the reason is in its place.
     Ratios are A over B: medians over the pairs with 95 % bootstrap intervals.
     """
     if pairs < 1:
         raise ConfigError(f"{pairs} pairs; give at least one, and {PAIRS_MIN} for a result")
     order = [a, b, *([b] if twin else []), *([bound] if bound else [])]
     found: list[list[Round]] = [[] for _ in order]
+    lost = ""
     with progress(f"{a.name} against {b.name}", (pairs + 1) * len(order)) as bar:
         for pair in range(-1, pairs):
             places = range(len(order)) if pair % 2 == 0 else reversed(range(len(order)))
             for place in places:
-                measured = order[place].round()
+                bar.advance(1)
+                if lost and order[place] is bound:
+                    continue
+                try:
+                    measured = order[place].round()
+                except Unsupported as error:
+                    if order[place] is not bound:
+                        raise
+                    lost = str(error)
+                    continue
                 if pair >= 0:
                     found[place].append(measured)
-                bar.advance(1)
     result = {
         "pairs": pairs,
         "a": _summary(a, found[0]),
@@ -67,7 +77,9 @@ def compare(
     if twin:
         again = [r.gb_per_s for r in found[2]]
         result["noise"] = {"gb_per_s": again, **_ratios(found[2], found[1], seed)}
-    if bound:
+    if bound and lost:
+        result["bound"] = {"name": bound.name, "not_measured": lost}
+    elif bound:
         result["bound"] = _summary(bound, found[-1]) | _ratios(found[-1], found[1], seed)
     return result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.compare.paired import ComparedSystem, Round, compare
-from tutti.bench.fio import FioJob, hugepages_of, prepare_file, reserved_hugepages, run_fio
+from tutti.bench.fio import FioJob, held_hugepages, prepare_file, run_fio
 from tutti.bench.gpu.cases import DIRECTIONS, RoundPlan, Row, copy_engines
 from tutti.bench.gpu.rig import (
     LBA_NBYTES,
@@ -107,11 +107,11 @@ def _against_bar(
 
 def _fio(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
     """fio on hugepages, as the engine's staging is, where they can be had; and what it got."""
-    huge, memory = replace(job, hugepages=True), "hugepages"
+    memory = "hugepages"
     try:
-        stack.enter_context(reserved_hugepages(hugepages_of(huge), allow_sysctl=True))
+        huge = replace(job, hugepages=stack.enter_context(held_hugepages([job], allow_sysctl=True)))
         run_fio(replace(huge, io_nbytes=job.block_nbytes * job.iodepth))
-    except (Unsupported, MediumError, OSError) as error:
+    except Unsupported as error:
         huge, memory = job, f"ordinary pages: {error}"
 
     def run() -> Round:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tutti.base.units import MiB
-from tutti.bench.fio import IODEPTH, FioJob, hugepages_of, prepare_file, reserved_hugepages, run_fio
+from tutti.bench.fio import IODEPTH, FioJob, held_hugepages, prepare_file, run_fio
 from tutti.bench.peers.peer import PeerPlan
 from tutti.errors import Unsupported
 
@@ -31,7 +31,6 @@ class _Kind:
         block_nbytes, nbytes = self.block_nbytes or plan.page_nbytes, plan.batch_nbytes
         return FioJob(
             *(path, direction, block_nbytes, plan.batches * nbytes, nbytes),
-            hugepages=self.hugepages,
             iodepth=self.iodepth,
         )
 
@@ -51,25 +50,26 @@ def missing(name: str, plan: PeerPlan, *, allow_sysctl: bool) -> str:
         return "fio is not installed"
     try:
         with ExitStack() as stack:
-            _reserve(name, plan, stack, allow_sysctl=allow_sysctl)
+            _hold(name, plan, stack, allow_sysctl=allow_sysctl)
     except Unsupported as error:
         return str(error)
     return ""
 
 
 class FioPeer:
-    """Asked like the process of a peer; its reserved hugepages go with the stack."""
+    """Asked like the process of a peer; its hugepages go with the stack."""
 
     def __init__(self, name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
         self._kind, self._plan = FIO[name], plan
         self._path = str(Path(plan.directory) / "fio.data")
-        _reserve(name, plan, stack, allow_sysctl=allow_sysctl)
+        self._memory = _hold(name, plan, stack, allow_sysctl=allow_sysctl)
         prepare_file(self._path, plan.batches * plan.batch_nbytes)
 
     def ask(self, command: str, *_: int) -> dict[str, Any]:
         """A batch of bytes, written or read."""
         direction = "write" if command == "store" else "read"
-        done = run_fio(self._kind.job(self._path, self._plan, direction))
+        job = self._kind.job(self._path, self._plan, direction)
+        done = run_fio(replace(job, hugepages=self._memory))
         return {
             "wall_s": done.wall_s,
             "cpu_s": done.cpu_s,
@@ -82,7 +82,9 @@ class FioPeer:
         Path(self._path).unlink(missing_ok=True)
 
 
-def _reserve(name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
-    if FIO[name].hugepages:
-        count = hugepages_of(FIO[name].job("", plan, "read"))
-        stack.enter_context(reserved_hugepages(count, allow_sysctl=allow_sysctl))
+def _hold(name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> str:
+    """The memory of its job on hugepages; empty for one on ordinary pages."""
+    if not FIO[name].hugepages:
+        return ""
+    job = FIO[name].job("", plan, "read")
+    return stack.enter_context(held_hugepages([job], allow_sysctl=allow_sysctl))

@@ -22,6 +22,7 @@ from typing import Any
 from tutti.base.terminal import Advance, ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.fio import FioUnavailable
 from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
@@ -181,7 +182,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "launches": args.launches,
         "skipped": skipped,
         "cells": {
-            f"pages of {tokens} tokens": _measure(args, names, tokens, progress)
+            f"pages of {tokens} tokens": _measure(args, names, tokens, progress, skipped)
             for tokens in args.page_tokens
         },
         "versions": _versions(),
@@ -213,13 +214,14 @@ def _versions() -> dict[str, str]:
 @dataclass
 class _Measured:
     """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
-    of each launch, what its memory lay on in the end.
+    of each launch, what its memory lay on in the end; failed: why there is no more of it.
     """
 
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     base: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     exists: list[dict[str, Any]] = field(default_factory=list)
     pages: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""
 
 
 class _Worker:
@@ -258,9 +260,15 @@ class _Worker:
 
 
 def _measure(
-    args: argparse.Namespace, names: list[str], tokens: int, progress: ProgressFactory
+    args: argparse.Namespace,
+    names: list[str],
+    tokens: int,
+    progress: ProgressFactory,
+    skipped: dict[str, str],
 ) -> dict[str, Any]:
     """Each peer in rounds of its own with `hicache-tutti`, so that few bytes lie on the disk.
+
+    fio in place of a peer is added to `skipped` when it fails.
 
     Rounds of all peers together need more than the cache of a virtual disk's host holds, and then
     whose bytes it keeps decides the speeds.
@@ -279,7 +287,8 @@ def _measure(
                 ordered = others if number % 2 == 0 else others[::-1]
                 placed = replace(plan, directory=first, others=tuple(more))
                 _launch(args, placed, ordered, found, bar)
-    return _cell(found, plan, args.rounds)
+    skipped |= {name: f"{tokens} tokens: {of.failed}" for name, of in found.items() if of.failed}
+    return _cell({n: of for n, of in found.items() if not of.failed}, plan, args.rounds)
 
 
 def _warming(plan: PeerPlan) -> int:
@@ -309,11 +318,16 @@ def _launch(
         if base is not None and not others:
             _rounds(rounds, [base], found)
         for name in others:
-            with ExitStack() as own:
-                worker = start(name, own)
-                _rounds(rounds, [worker] if base is None else [base, worker], found)
-                worker.look_up(rounds, found[name])
-                bar.advance(2 * rounds)
+            if found[name].failed:
+                continue
+            try:
+                with ExitStack() as own:
+                    worker = start(name, own)
+                    _rounds(rounds, [worker] if base is None else [base, worker], found)
+                    worker.look_up(rounds, found[name])
+            except FioUnavailable as error:
+                found[name].failed = str(error)
+            bar.advance(2 * rounds)
         if base is not None:
             base.look_up(rounds, found[_BASE])
 

@@ -1,4 +1,4 @@
-"""Paired rounds, fio's output, and what a result says of its machine."""
+"""Paired rounds, and what a result says of its machine."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import ast
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tutti.base.terminal import progress
-from tutti.bench import fio, freshness
+from tutti.bench import freshness
 from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
 from tutti.bench.compare.paired import ComparedSystem, Round
 from tutti.bench.compare.paired import compare as compare_pairs
 from tutti.bench.environment import command_line, commit_of, describe
-from tutti.bench.fio import FioJob, hugepages_of, parse_fio, reserved_hugepages
 from tutti.bench.freshness import CHANGED, DEPENDS, UNKNOWN, depends, has_history, why_stale
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
-from tutti.errors import ConfigError, MediumError, Unsupported
+from tutti.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"
@@ -48,78 +45,6 @@ OPEN_NO_STORE = {"slack", "window"}
 STORES = {"tutti", "tutti.store", "tutti.store.open"}
 #: Packages whose code decides what a result shows, even where no store is opened.
 CHOOSES = {"placement", "transfers", "scheduler", "cluster", "node", "profiles"}
-
-# The members of fio's JSON that are read, with numbers that are easy to follow.
-FIO: dict[str, Any] = {
-    "fio version": "fio-3.33",
-    "jobs": [
-        {
-            "error": 0,
-            "job_runtime": 2000,
-            "usr_cpu": 2.5,
-            "sys_cpu": 7.5,
-            "read": {"io_bytes": 4_000_000_000, "runtime": 2000},
-            "write": {"io_bytes": 0, "runtime": 0},
-        }
-    ],
-}
-
-
-def test_fio_is_parsed() -> None:
-    result = parse_fio("note: something\n" + json.dumps(FIO), "read")
-    assert (result.nbytes, result.wall_s, result.version) == (4_000_000_000, 2.0, "fio-3.33")
-    assert result.gb_per_s == 2.0
-    assert result.cpu_s == pytest.approx(0.2)
-    assert result.cpu_s_per_gb == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "no JSON", "{}", '{"jobs": []}', '{"jobs": [{"error": "x"}]}']
-)
-def test_other_output_is_refused(text: str) -> None:
-    with pytest.raises(MediumError, match="not as expected"):
-        parse_fio(text, "read")
-
-
-def test_failed_jobs_are_errors() -> None:
-    failed = FIO | {"jobs": [FIO["jobs"][0] | {"error": 28}]}
-    with pytest.raises(MediumError, match="No space left"):
-        parse_fio(json.dumps(failed), "read")
-    with pytest.raises(MediumError, match="moved nothing"):
-        parse_fio(json.dumps(FIO), "write")
-
-
-def test_fio_gets_direct_io_and_the_right_memory() -> None:
-    job = FioJob("f", "read", 262144, 1 << 30, 1 << 29, hugepages=True)
-    command = job.command()
-    assert {"--direct=1", "--ioengine=io_uring", "--iodepth=32", "--iomem=mmaphuge"} <= set(command)
-    assert "--iomem=mmap" in FioJob("f", "read", 4096, 4096, 4096).command()
-    assert hugepages_of(job) >= 4
-
-
-def test_without_fio_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(Unsupported, match="fio is not installed"):
-        fio.run_fio(FioJob("f", "read", 4096, 4096, 4096))
-
-
-def test_hugepages_are_reserved_only_when_allowed() -> None:
-    with (
-        pytest.raises(Unsupported, match="--allow-sysctl"),
-        reserved_hugepages(1 << 30, allow_sysctl=False),
-    ):
-        pass
-    with reserved_hugepages(0, allow_sysctl=False):
-        pass
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_runs(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    fio.prepare_file(str(path), 4 << 20)
-    result = fio.run_fio(FioJob(str(path), "read", 65536, 4 << 20, 2 << 20))
-    assert result.nbytes == 2 << 20
-    assert path.stat().st_size == 4 << 20
 
 
 def rounds(log: list[str], name: str, speed: float, cpu: float) -> ComparedSystem:

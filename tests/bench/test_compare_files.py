@@ -12,15 +12,14 @@ import pytest
 
 from tutti.bench.compare import cases, systems
 from tutti.bench.compare import run as compare
-from tutti.bench.fio import FioJob, FioResult
+from tutti.bench.fio import FioJob, FioResult, FioUnavailable
 from tutti.bench.summary import render
-from tutti.errors import Unsupported
 
 
 def test_a_case_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases, "reserved_hugepages", lambda *_, **__: refused())
+    monkeypatch.setattr(cases, "held_hugepages", lambda *_, **__: refused())
     out = tmp_path / "results"
     cell = "store, direct, batches of 8 MiB"
     small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--only", cell]
@@ -31,7 +30,10 @@ def test_a_case_from_the_command_line(
     assert list(result["cells"]) == [cell, f"{cell}, all on hugepages"]
     assert result["cells"][cell]["pairs"] == 1
     assert result["cells"][cell]["a"]["facts"]["scheduled"], "as tutti.open gives it"
-    assert result["cells"][f"{cell}, all on hugepages"] == {"not_measured": "none reserved"}
+    assert result["cells"][f"{cell}, all on hugepages"] == {
+        "not_measured": "none held",
+        "of": "fio",
+    }
     assert str(tmp_path) not in text
     out_text = capsys.readouterr().out
     assert "files, direct" in out_text
@@ -45,7 +47,7 @@ def test_a_case_from_the_command_line(
 
 @contextmanager
 def refused() -> Iterator[None]:
-    raise Unsupported("none reserved")
+    raise FioUnavailable("none held")
     yield
 
 
@@ -56,7 +58,7 @@ def test_files_and_fio_on_hugepages_too(tmp_path: Path, monkeypatch: pytest.Monk
         jobs.append(job)
         return FioResult(job.io_nbytes, 1.0, 0.5, "fio-none")
 
-    monkeypatch.setattr(cases, "reserved_hugepages", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(cases, "held_hugepages", lambda *_, **__: nullcontext("/huge"))
     monkeypatch.setattr(cases.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(systems, "run_fio", run_fio)
     monkeypatch.setattr(systems, "prepare_file", lambda path, _: Path(path).touch())
@@ -65,7 +67,9 @@ def test_files_and_fio_on_hugepages_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert compare.main(["files", "--dir", str(tmp_path), "--out", str(tmp_path), *small]) == 0
     found = json.loads((tmp_path / "files.json").read_text())["cells"][cell]
     assert found["b"]["facts"]["backing"] == found["a"]["facts"]["backing"] != "pages"
-    assert {(job.hugepages, job.iodepth * job.block_nbytes) for job in jobs} == {(True, 32 << 20)}
+    assert {(job.hugepages, job.iodepth * job.block_nbytes) for job in jobs} == {
+        ("/huge", 32 << 20)
+    }
     assert found["b"]["facts"]["engine_memory_nbytes"] == 32 << 20
     assert "bar 1.5" not in found["bar"], "the bar is that of files on ordinary pages"
 

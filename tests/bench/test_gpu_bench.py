@@ -154,7 +154,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuUnderT
     monkeypatch.setattr(gpu_cases, "MemoryController", medium_of)
     monkeypatch.setattr(gpu_files.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(gpu_files, "run_fio", fio)
-    monkeypatch.setattr(gpu_files, "reserved_hugepages", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(gpu_files, "held_hugepages", lambda *_, **__: nullcontext("/huge"))
     monkeypatch.setattr(
         gpu_files, "prepare_file", lambda path, nbytes: Path(path).write_bytes(bytes(nbytes))
     )

@@ -17,7 +17,7 @@ import pytest
 
 from tutti.base.terminal import progress
 from tutti.base.units import MiB
-from tutti.bench.fio import FioJob, FioResult
+from tutti.bench.fio import FioJob, FioResult, FioUnavailable
 from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
@@ -94,12 +94,12 @@ def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fio_peers, "run_fio", run_fio)
     monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
     monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
-    monkeypatch.setattr(fio_peers, "reserved_hugepages", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(fio_peers, "held_hugepages", lambda *_, **__: nullcontext("/huge"))
     words = ["--peers", "store", "file-per-page", *fio_peers.BOUNDS, "--launches", "2"]
     result = peers.run(arguments(tmp_path, *words), progress)
     (cell,) = result["cells"].values()
     shapes = {(job.block_nbytes, job.iodepth, job.hugepages) for job in jobs}
-    assert shapes == {(MiB, 32, True), (cell["page_nbytes"], 4, True)}
+    assert shapes == {(MiB, 32, "/huge"), (cell["page_nbytes"], 4, "/huge")}
     assert [len(cell["peers"][name]["host_pages"]) for name in ("store", "file-per-page")] == [2, 2]
     (note,) = peers.notes_of(cell)
     assert "0.00 of the faster fio on hugepages" in note and "the drive gives" not in note
@@ -110,6 +110,27 @@ def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.M
     assert "would be 1.05 of that fio, more than the drive gives" in peers.notes_of(cell)[0]
 
 
+def test_a_fio_that_fails_between_rounds_costs_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter(range(100))
+
+    def run_fio(job: FioJob) -> FioResult:
+        if next(runs) > 13:  # in the second launch, after its first batches
+            raise FioUnavailable("fio failed: killed")
+        return FioResult(job.io_nbytes, 1.0, 0.5, "fio-none")
+
+    monkeypatch.setattr(peers, "_BASE", "store")
+    monkeypatch.setattr(fio_peers, "run_fio", run_fio)
+    monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
+    monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
+    result = peers.run(arguments(tmp_path, "--peers", "store", "fio", "--launches", "2"), progress)
+    assert next(runs) == 15, "no launch after the one that failed"
+    (cell,) = result["cells"].values()
+    assert list(cell["peers"]) == ["store"]
+    assert "killed" in result["skipped"]["fio"] and "skipped: fio" in peers.report(result)
+
+
 def test_fio_without_hugepages_is_skipped_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +139,7 @@ def test_fio_without_hugepages_is_skipped_by_name(
     def refuse(*_: Any, allow_sysctl: bool) -> Any:
         raise Unsupported(f"no hugepages, {allow_sysctl}")
 
-    monkeypatch.setattr(fio_peers, "reserved_hugepages", refuse)
+    monkeypatch.setattr(fio_peers, "held_hugepages", refuse)
     args = arguments(tmp_path, "--peers", "fio-hugepages", "--allow-sysctl")
     with pytest.raises(ConfigError, match=r"fio-hugepages.*no hugepages, True"):
         peers.run(args, progress)

@@ -104,7 +104,11 @@ def test_a_result_replaces_the_old_one(
 
 @pytest.mark.parametrize(
     "given",
-    [{"skipped": {"hicache-nixl": "none here"}}, {"cells": {"a": {"not_measured": "none here"}}}],
+    [
+        {"skipped": {"hicache-nixl": "none here", "fio-hugepages": "killed"}},
+        {"cells": {"a": {"not_measured": "none here"}, "b": {"speed": 1}}},
+        {"cells": {"a": {"not_measured": "none here", "of": "fio"}}},
+    ],
 )
 def test_a_result_that_lacks_a_system_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, given: dict[str, Any]
@@ -114,6 +118,17 @@ def test_a_result_that_lacks_a_system_is_not_taken(
     outcome = run(tmp_path, step, monkeypatch=monkeypatch)["step"]
     assert outcome.startswith("not measured: ") and outcome.endswith("none")
     assert (tmp_path / "step.json").read_text() == "old"
+
+
+def test_a_result_without_a_row_of_fio_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """It names the reason, and what fio stands beside was measured."""
+    cells = {"a": {"not_measured": "killed", "of": "fio"}, "b": {"bound": {"not_measured": "too"}}}
+    given = {"skipped": {"fio-hugepages": "killed"}, "cells": cells}
+    step = Result("step", program.format(made(given)), 60)
+    assert run(tmp_path, step, monkeypatch=monkeypatch) == {"step": "measured"}
+    assert json.loads((tmp_path / "step.json").read_text())["cells"] == cells
 
 
 def test_a_step_ends_with_its_time_and_removes_its_files(
