@@ -1,7 +1,8 @@
 """Measures the cost of the agent's socket: look-ups and plans through it and in one process.
 
-The agent is a process of its own, as users start it.  Both pools hold the same pages.  Nothing is
-moved: a plan is asked for and given up, which the times leave out.  The calls of a round come in
+The agent is a process of its own, as users start it.  Both pools hold the same pages; where the
+agent's is on a device, that of this process is in a temporary file.  Nothing is moved: a plan is
+asked for and given up, which the times leave out.  The calls of a round come in
 any order.  What a plan through the agent consists of is measured with it: a request that asks for
 nothing, and the socket alone, between processes on one core and on two: after a pause, in which
 both sleep, and again at once.  Then many clients, a process each, ask at the same time.
@@ -25,15 +26,17 @@ from typing import Any
 
 import numpy as np
 
+from tutti import arguments
 from tutti.base.arrays import Keys
 from tutti.base.checks import whole
 from tutti.base.terminal import ProgressFactory, table
-from tutti.base.units import parse_nbytes
+from tutti.base.units import MiB
 from tutti.bench.environment import describe
-from tutti.bench.members import beside
+from tutti.bench.members import beside, refuse, removed
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, percentile, ratios
 from tutti.errors import DeviceTimeout, Unsupported
+from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.interface import Store
 from tutti.medium.layout import KVLayout
@@ -51,13 +54,13 @@ from tutti.node.messages import (
     read_reply,
 )
 from tutti.node.pool_service import PoolService
+from tutti.pool.places import is_device
 from tutti.store import format as format_pool
 
 HEAD = ("call", "agent us", "p99", "in process us", "p99", "agent over process", "bar us", "")
 _LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="bench"
 )
-_CAPACITY = "256MiB"
 _WAIT_S = 30.0
 _START_S = 120.0
 _CROWD_S = 5.0
@@ -94,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=128, help="pages per plan")
     parser.add_argument(
         "--clients", type=int, default=64, help="processes that ask at the same time; 0 for none"
+    )
+    parser.add_argument(
+        "--capacity", type=arguments.nbytes, default=256 * MiB, help="size of each of the two pools"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the keys")
 
@@ -212,14 +218,13 @@ def _echo(
 
 
 @contextmanager
-def _agent(pool: list[str]) -> Iterator[str]:
+def _agent(pool: list[str], capacity_nbytes: int, force: list[str]) -> Iterator[str]:
     """A process of `tutti serve` with a pool that is removed at the end; its socket."""
     with ExitStack() as undo:
         folder = undo.enter_context(TemporaryDirectory())
         path = str(Path(folder, "s"))
-        format_pool(pool, _LAYOUT, _CAPACITY)
-        for file in pool:
-            undo.callback(os.unlink, file)
+        format_pool(pool, _LAYOUT, capacity_nbytes, force=force)
+        undo.enter_context(removed(pool))
         command = [sys.executable, "-m", "tutti.cli", "serve", *pool, "--socket", path]
         process = undo.enter_context(
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -231,11 +236,14 @@ def _agent(pool: list[str]) -> Iterator[str]:
             yield path
         finally:
             process.terminate()
+            process.wait(_WAIT_S)
 
 
-def _ask(path: str, keys: Keys, batch: int, ready: Any, until_s: Any, results: Any) -> None:
+def _ask(
+    path: str, size: int, keys: Keys, batch: int, ready: Any, until_s: Any, results: Any
+) -> None:
     """A client of many: look-ups and load plans in turns from when all are connected."""
-    with NodeStore(path, _LAYOUT, _CAPACITY, profile=None) as store:
+    with NodeStore(path, _LAYOUT, size, profile=None) as store:
         plan = _through_socket(store)
         times_us: dict[str, list[float]] = {"look-up": [], "load plan": []}
         ready.wait(_START_S)
@@ -250,13 +258,13 @@ def _ask(path: str, keys: Keys, batch: int, ready: Any, until_s: Any, results: A
         results.put(times_us)
 
 
-def _crowd(path: str, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
+def _crowd(path: str, capacity_nbytes: int, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
     """What one agent answers to many clients at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # which they all import
     ready, until_s = context.Barrier(clients + 1), context.Value("d", 0.0)
     results = context.Queue()
-    arguments = (path, keys, batch, ready, until_s, results)
+    arguments = (path, capacity_nbytes, keys, batch, ready, until_s, results)
     processes = [context.Process(target=_ask, args=arguments) for _ in range(clients)]
     for process in processes:
         process.start()
@@ -281,18 +289,22 @@ def _crowd(path: str, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Calls on both sides in turns.  Raises ConfigError, Unsupported for devices, PoolExists."""
+    """Calls on both sides in turns.  Raises ConfigError, Unsupported for drives, PoolExists."""
     rounds, pages = whole("--rounds", args.rounds, 3, 10**6), whole("--pages", args.pages, 1, 4096)
     batch = whole("--batch", args.batch, 1, pages)
     clients = whole("--clients", args.clients, 0, 256)
-    pool = pool_paths(args, "agent")
-    own_pool = beside(pool, "own")
+    pool, size = pool_paths(args, "agent"), args.capacity
+    refuse(pool, "an agent cannot share a drive that it takes for itself", is_drive)
     rng = np.random.default_rng(args.seed)
     keys = rng.integers(0, 256, (pages, 16), np.uint8)
     with ExitStack() as stack, progress("agent", rounds) as bar:
-        path = stack.enter_context(_agent(pool))
-        remote = stack.enter_context(NodeStore(path, _LAYOUT, _CAPACITY, profile=None))
-        local = stack.enter_context(temporary_pool(own_pool, _LAYOUT, parse_nbytes(_CAPACITY)))
+        path = stack.enter_context(_agent(pool, size, args.force))
+        remote = stack.enter_context(NodeStore(path, _LAYOUT, size, profile=None))
+        if any(map(is_device, pool)):
+            own_pool = [str(Path(stack.enter_context(TemporaryDirectory()), "own.tutti"))]
+        else:
+            own_pool = beside(pool, "own")
+        local = stack.enter_context(temporary_pool(own_pool, _LAYOUT, size))
         service = PoolService(local)
         sides = (_Side(remote, _through_socket(remote)), _Side(local, _in_process(service)))
         for side in sides:
@@ -319,7 +331,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                 for state in _STATES:
                     sides[0].times_us[f"{name}, {state}"].append(ask())
             bar.advance(1)
-        crowd = [_crowd(path, keys, batch, clients)] if clients else []
+        crowd = [_crowd(path, size, keys, batch, clients)] if clients else []
         measured = (name for name, times_us in sides[0].times_us.items() if times_us)
         rows = [_row(name, *(side.times_us[name] for side in sides)) for name in measured]
     return {

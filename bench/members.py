@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from tutti.errors import Unsupported
 from tutti.gio_uring.file_creation import allocate_file
@@ -13,13 +14,28 @@ from tutti.pool.pool_format import label, make_blank
 
 
 def beside(paths: Sequence[str], name: str) -> list[str]:
-    """A file next to each of a pool's, for a second pool.  Raises Unsupported for devices."""
-    if devices := [path for path in paths if is_device(path)]:
-        raise Unsupported(
-            f"{devices[0]} is a device, which holds one pool, and this bench has several at a time;"
-            " give folders with --dir"
-        )
+    """A file next to each of a pool's, for a second pool."""
     return [f"{path}.{name}" for path in paths]
+
+
+def refuse(places: Sequence[str], why: str, refused: Callable[[str], bool] = is_device) -> None:
+    """Raises Unsupported when one of the places is a device, or what is refused."""
+    if found := [place for place in places if refused(place)]:
+        raise Unsupported(f"{found[0]}: {why}")
+
+
+@contextmanager
+def removed(paths: Sequence[str]) -> Iterator[None]:
+    """At the end removes the files of a pool, and makes its devices blank."""
+    devices = [path for path in paths if is_device(path)]
+    try:
+        yield
+    finally:
+        for path in paths:
+            if path not in devices:
+                Path(path).unlink(missing_ok=True)
+        if devices:
+            make_blank(devices)
 
 
 @contextmanager

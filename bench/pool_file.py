@@ -29,7 +29,9 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir",
         nargs="+",
         default=["."],
-        help="directories for the pool's files, one in each (default: the current one)",
+        metavar="PLACE",
+        help="directories for the pool's files, one in each (default: the current one); or blank"
+        " devices and drives, which are erased at the end",
     )
     where.add_argument(
         "--path",
@@ -86,9 +88,11 @@ def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
         return list(args.path)
     folders = [args.dir] if isinstance(args.dir, str) else args.dir
     for folder in folders:
-        if not os.path.isdir(folder):
+        if not is_device(folder) and not os.path.isdir(folder):
             raise ConfigError(f"{folder} is not a directory; make it, or name another with --dir")
-    return [str(Path(folder) / f"{name}.tutti") for folder in folders]
+    return [
+        folder if is_device(folder) else str(Path(folder) / f"{name}.tutti") for folder in folders
+    ]
 
 
 def medium_of(args: argparse.Namespace) -> str:

@@ -24,6 +24,7 @@ from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench import belady
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, FioUnavailable, run_fio
+from tutti.bench.members import refuse
 from tutti.bench.meter import Meter
 from tutti.bench.pool_file import (
     add_pool_arguments,
@@ -113,6 +114,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """
     if BLOCK_TOKENS % args.page_size:
         raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
+    if args.floor:
+        refuse([medium_of(args)], "--floor has fio write a file beside the pool; give a folder")
     requests = _requests(args)
     runs = [
         _replay(args, requests, capacity, eviction, profile, progress)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from tutti.base.units import GiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
 from tutti.bench.mooncake_reader import ASKED, Reader
-from tutti.bench.pool_file import temporary_pool
+from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
@@ -244,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remote", metavar="mooncake://HOST:PORT", help="a cluster that runs (default: an own one)"
     )
-    parser.add_argument("--dir", type=Path, default=".", help="folder for the pool")
+    add_place_arguments(parser)
     parser.add_argument("--pages", type=positive, default=128, help="pages of 1 MiB")
     parser.add_argument("--rounds", type=positive, default=15, help="measurements of each kind")
     parser.add_argument("--capacity", type=nbytes, default=GiB, help="size of the pool")
@@ -272,9 +271,9 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"
     )
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
+    paths = pool_paths(args, "second-tier")
     with ExitStack() as stack:
-        pool_file = str(args.dir / "second-tier.tutti")
-        pool = stack.enter_context(temporary_pool([pool_file], layout, args.capacity))
+        pool = stack.enter_context(temporary_pool(paths, layout, args.capacity, force=args.force))
         bar = stack.enter_context(progress("second tier", 2 * args.rounds + 1))
         if not remote:
             nbytes = max(_SEGMENT_NBYTES_MIN, 2 * args.pages * layout.object_nbytes)
@@ -293,7 +292,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             bar.advance(1)
     return {
         "benchmark": "second_tier",
-        "machine": describe(args.dir),
+        "members": len(paths),
+        "machine": describe(medium_of(args)),
         "pages": args.pages,
         "page_nbytes": layout.object_nbytes,
         "took_s": time.monotonic() - start_s,

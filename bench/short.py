@@ -2,7 +2,8 @@
 
 The calls are made in pools in memory, so that no disk plays a part: CPU time of the thread that
 calls, until the call returns, after the transfer before has ended and for loads in a row.  The puts
-of one page go to a file by direct I/O, in turns with plain writes of the same bytes and one record.
+of one page go to a file or a device by direct I/O, and so do plain writes of the same bytes and one
+record: in turns, or one after the other on devices, which hold one pool.
 Pools are opened with the defaults of `tutti.open`, where transfers pass the scheduler's queue; rows
 and puts "at once" have no profile.
 """
@@ -22,15 +23,19 @@ from typing import Any
 
 import numpy as np
 
+from tutti import arguments
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
-from tutti.bench.members import beside, temporary_members
+from tutti.bench.members import beside, refuse, temporary_members
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
-from tutti.gio_uring.memory import HostBuffer
+from tutti.gio_uring.drives.generic_device import is_generic
+from tutti.gio_uring.memory import Bytes, HostBuffer
+from tutti.gio_uring.named_drive import is_drive
+from tutti.pool.places import is_device
 from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -45,25 +50,41 @@ _WARM, _ROW = 10, 8
 _MEMORY = Path("/dev/shm")
 _RECORD_NBYTES = 4096  # the block of a record
 _WAIT_S = 60.0
+#: Pools that take puts of one page, by options.
+_PUTS: dict[str, dict[str, Any]] = {
+    "put": {},
+    "put, no digests": {"verify": "off"},
+    "put, at once": {"profile": None},
+}
+_PLAIN = "plain"
+#: Makes the call for a turn, which is timed.
+_Prepare = Callable[[int], Callable[[], object]]
+_Calls = dict[str, _Prepare]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
     parser.add_argument("--calls", type=int, default=130, help="calls of each kind")
     parser.add_argument("--rounds", type=int, default=31, help="puts of one page")
+    parser.add_argument(
+        "--capacity", type=arguments.nbytes, default=GiB // 2, help="size of each pool"
+    )
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures both.  Raises ConfigError for unacceptable arguments, Unsupported for devices."""
+    """Measures both.  Raises ConfigError for unacceptable arguments, Unsupported for drives whose
+    blocks cannot be written by pwrite(2).
+    """
     if min(args.calls, args.rounds) < 1:
         raise ConfigError("--calls and --rounds count from 1")
     paths = pool_paths(args, "short")
-    others = beside(paths, "no-digests"), beside(paths, "at-once"), beside(paths, "plain")
+    why = "plain writes, which puts are compared with, take a folder or a block device"
+    refuse(paths, why, lambda path: is_drive(path) or is_generic(path))
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar:
         calls = _calls(in_memory, args.calls)
         bar.advance(1)
-        page = _one_page(paths, *others, args.rounds)
+        page = _one_page(paths, args.rounds, args.capacity, args.force)
         bar.advance(1)
     return {
         "benchmark": "short",
@@ -81,12 +102,14 @@ def _opened(
     stack: ExitStack,
     paths: list[str],
     shape: str,
+    capacity_nbytes: int = GiB // 2,
+    force: Sequence[str] = (),
     verify: str = "always",
     profile: str | None = AUTO,
 ) -> ObjectStore:
     layout, config = parse_shape(shape).layout(), StoreConfig(verify=verify)
     engine = {"profile": profile}
-    pool = temporary_pool(paths, layout, GiB // 2, config=config, engine=engine)
+    pool = temporary_pool(paths, layout, capacity_nbytes, config=config, engine=engine, force=force)
     store: ObjectStore = stack.enter_context(pool)
     return store
 
@@ -145,61 +168,82 @@ def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[st
 
 
 def _one_page(
-    paths: list[str], undigested: list[str], at_once: list[str], plain: list[str], rounds: int
+    paths: list[str], rounds: int, capacity_nbytes: int, force: list[str]
 ) -> dict[str, Any]:
     """Times of a put of one page, without digests, at once, of its bytes, and of a record.
 
-    Each is of other bytes and to a place that was not written lately; plain writes take the members
-    in turn.  Nothing is deleted, as the blocks of empty groups are deallocated and the next put
-    would have to allocate them again: the pools are full and evict.
+    All of them in turns; on devices, which hold one pool, one after the other.  Each is of other
+    bytes and to a place that was not written lately.  Nothing is deleted, as the blocks of empty
+    groups are deallocated and the next put would have to allocate them again: the pools are full
+    and evict.
     """
     rng = np.random.default_rng(2)
     nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
-    times: dict[str, list[float]] = {"bytes": [], "record": []}
-
-    def timed(name: str, call: Callable[[], Any]) -> None:
-        began_s = time.perf_counter()
-        call()
-        times.setdefault(name, []).append(time.perf_counter() - began_s)
-
-    def put(name: str, page: int) -> None:
-        keys = rng.integers(0, 256, (1, 16), np.uint8)
-        timed(name, lambda: pools[name].put(keys, [page]).wait(_WAIT_S))
-
-    with ExitStack() as stack:
-        source = HostBuffer(pages * nbytes).array.reshape(pages, nbytes)
-        source[:] = rng.integers(0, 256, source.shape, np.uint8)
-        pools = {
-            "put": _opened(stack, paths, _PAGE_SHAPE),
-            "put, no digests": _opened(stack, undigested, _PAGE_SHAPE, verify="off"),
-            "put, at once": _opened(stack, at_once, _PAGE_SHAPE, profile=None),
-        }
-        for store in pools.values():
-            own = store.allocate_memory(pages)
-            for page in range(pages):
-                own.write(page, source[page])
-        record, slots = source[0, :_RECORD_NBYTES].data, pools["put"].geometry.slots
-        most = -(-slots // len(plain))
-        stack.enter_context(temporary_members(plain, most * nbytes + MiB))
-        fds: list[int] = []
-        for path in plain:
-            fds.append(os.open(path, os.O_RDWR | os.O_DIRECT))
-            stack.callback(os.close, fds[-1])
-        for turn in range(slots + rounds):  # every place was written before it counts
-            page, fd = turn % pages, fds[turn % slots % len(fds)]
-            offset = turn % slots // len(fds) * nbytes
-            timed("bytes", partial(os.pwrite, fd, source[page].data, offset))
-            timed("record", partial(os.pwrite, fd, record, most * nbytes))
-            for name in list(pools)[:: 1 if turn % 2 else -1]:
-                put(name, page)
-    times = {name: took_s[slots:] for name, took_s in times.items()}
-    floor = [a + b for a, b in zip(times["bytes"], times["record"], strict=True)]
+    source = HostBuffer(pages * nbytes).array.reshape(pages, nbytes)
+    source[:] = rng.integers(0, 256, source.shape, np.uint8)
+    alone, names, slots = any(map(is_device, paths)), [*_PUTS, _PLAIN], 0
+    times_s: dict[str, list[float]] = {}
+    for at_a_time in [[name] for name in names] if alone else [names]:
+        with ExitStack() as stack:
+            calls: _Calls = {}
+            for name in at_a_time:
+                where = paths if alone else beside(paths, name.replace(", ", "-"))
+                if name == _PLAIN:
+                    calls |= _plain_writes(stack, where, source, slots, force)
+                    continue
+                options = _PUTS[name]
+                store = _opened(stack, where, _PAGE_SHAPE, capacity_nbytes, force, **options)
+                slots = store.geometry.slots
+                calls[name] = _puts(store, source, rng)
+            for turn in range(slots + rounds):  # every place was written before it counts
+                for name in list(calls)[:: 1 if turn % 2 else -1]:
+                    call = calls[name](turn)
+                    began_s = time.perf_counter()
+                    call()
+                    if turn >= slots:
+                        times_s.setdefault(name, []).append(time.perf_counter() - began_s)
+    floor_s = [a + b for a, b in zip(times_s["bytes"], times_s["record"], strict=True)]
     return {
         "nbytes": nbytes,
         "rounds": rounds,
-        "ms": {name: median(took_s) * 1e3 for name, took_s in times.items()},
-        "ratios": {name: bootstrap_median(ratios(times[name], floor)).to_dict() for name in pools},
+        "in_turns": not alone,
+        "ms": {name: median(took_s) * 1e3 for name, took_s in times_s.items()},
+        "ratios": {n: bootstrap_median(ratios(times_s[n], floor_s)).to_dict() for n in _PUTS},
     }
+
+
+def _puts(store: ObjectStore, source: Bytes, rng: np.random.Generator) -> _Prepare:
+    own = store.allocate_memory(len(source))
+    for page in range(len(source)):
+        own.write(page, source[page])
+
+    def prepare(turn: int) -> Callable[[], object]:
+        keys, pages = rng.integers(0, 256, (1, 16), np.uint8), [turn % len(source)]
+        return lambda: store.put(keys, pages).wait(_WAIT_S)
+
+    return prepare
+
+
+def _plain_writes(
+    stack: ExitStack, paths: list[str], source: Bytes, slots: int, force: list[str]
+) -> _Calls:
+    """Of a page, and of a record behind all of them; the members take turns."""
+    nbytes, most = source.shape[1], -(-slots // len(paths))
+    stack.enter_context(temporary_members(paths, most * nbytes + MiB, force=force))
+    fds: list[int] = []
+    for path in paths:
+        fds.append(os.open(path, os.O_RDWR | os.O_DIRECT))
+        stack.callback(os.close, fds[-1])
+
+    def write(turn: int, content: memoryview, offset: int) -> Callable[[], object]:
+        return partial(os.pwrite, fds[turn % slots % len(fds)], content, offset)
+
+    def page(turn: int) -> Callable[[], object]:
+        content = source[turn % len(source)].data
+        return write(turn, content, turn % slots // len(fds) * nbytes)
+
+    record = source[0, :_RECORD_NBYTES].data
+    return {"bytes": page, "record": lambda turn: write(turn, record, most * nbytes)}
 
 
 def _missed(value: float, bar: float) -> str:
@@ -225,10 +269,11 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"{name} {interval_text(ratio)} {_missed(ratio['median'], bar)}".strip()
         for name, ratio in page["ratios"].items()
     ]
+    turns = "" if page.get("in_turns", True) else ", one kind after the other"
     return [
         f"calls: CPU time of the calling thread, pages of {_SHAPE}, on {result['calls_on']}",
         f"a page of {page['nbytes'] // MiB} MiB at durability `process`, medians of"
-        f" {page['rounds']}: {parts}",
+        f" {page['rounds']}{turns}: {parts}",
         f"over plain writes of its bytes and one record (bar {bar:g}): {'; '.join(found)}",
     ]
 

@@ -104,7 +104,7 @@ STEPS = (
     Result("profile", "tutti.cli profile --medium {dirs} --out {out}/profile.json", 240,
          picture="speed over bytes and slice size, and the estimated times of layers"),
     Result("agent", "tutti.cli bench agent --dir {dirs} --rounds 1000 --json", 120, prints=True),
-    Result("second-tier", "tutti.cli bench second-tier --dir {dir} --json", 300, prints=True),
+    Result("second-tier", "tutti.cli bench second-tier --dir {dirs} --json", 300, prints=True),
     Result("submit", "tutti.cli bench submit --pages 128 16384 --repeats 101 --json", 240,
          prints=True),
     Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 600,

@@ -29,6 +29,7 @@ from tutti.bench.environment import describe
 from tutti.bench.figures.data import RESIDENCY
 from tutti.bench.figures.data import rows_of as figure_rows
 from tutti.bench.figures.run import write_figure
+from tutti.bench.members import refuse
 from tutti.bench.pool_file import pool_paths
 from tutti.bench.residency import moving
 from tutti.bench.residency.cell import CONFIGURATIONS
@@ -96,6 +97,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     direct I/O, MediumError when a cell fails.
     """
     cell = _common(args)
+    refuse(
+        [args.dir],
+        "a pool on a device has no page cache to compare with; give a folder",
+    )
     (path,) = pool_paths(args, "residency")
     if Path(path).exists():
         raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")

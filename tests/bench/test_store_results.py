@@ -20,7 +20,7 @@ from tutti.errors import ConfigError
 RING = "tutti.cli bench ring --commands 2000 --repeats 1 --depths 64 --batches 1 --json"
 #: What measures no drive, or takes one folder.
 ONE_FOLDER = {"threads", "ring", "submit", "slack-file", "decisions", "paths"}
-ONE_FOLDER |= {"residency", "residency-moving", "second-tier"}
+ONE_FOLDER |= {"residency", "residency-moving"}
 COMMIT = "0123456789ab"
 
 

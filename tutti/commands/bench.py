@@ -43,11 +43,13 @@ example:
   tutti bench window --dir /mnt/nvme0 /mnt/nvme1"""
 _SHORT = """\
 Measures transfers of a few pages. In a pool in memory: the CPU time of a put, and of a look-up with
-a load, until the call returns. On a file: how long one page of 8 MiB takes until it is
-acknowledged, against plain writes of the same bytes and one record."""
+a load, until the call returns. On a file or a block device: how long one page of 8 MiB takes until
+it is acknowledged, against plain writes of the same bytes and one record. A device holds one pool,
+so there the kinds of puts are measured one after the other instead of in turns."""
 _SHORT_EXAMPLE = """\
 example:
-  tutti bench short --dir /mnt/nvme"""
+  tutti bench short --dir /mnt/nvme
+  tutti bench short --dir /dev/nvme1n1"""
 _THREADS = """\
 Measures the engine without a disk: its drives are simulated in memory, so the numbers are the
 engine's own limit on this machine. Runs commands without data, unverified loads and verified loads,
@@ -160,11 +162,11 @@ def _wrong_bytes(result: dict[str, Any]) -> int:
 
 def _check_devices(args: argparse.Namespace) -> None:
     """Raises PoolExists for devices that were given to a server: they would be blank afterwards."""
-    for option in ("path", "medium"):
+    for option in ("path", "medium", "dir"):
         places = getattr(args, option, None)
         if isinstance(places, list):
             devices = dict.fromkeys(place for place in places if is_device(place))
-            check_unlabelled(list(devices), args.force)
+            check_unlabelled(list(devices), getattr(args, "force", []))
 
 
 def bench_command(
