@@ -59,7 +59,8 @@ def resize(
     names = member_names(paths)
     if are_drives(names) or any(device_name(name) is not None for name in names):
         raise Unsupported(
-            "a pool on devices is as large as they are; format a pool on other devices instead"
+            "a pool on devices cannot be resized, as no copy fits beside it; use `tutti export`,"
+            " format the devices with another --capacity, then `tutti import`"
         )
     names = [resolve(name) for name in names]  # or a link would become the pool
     replacement.finish(names)

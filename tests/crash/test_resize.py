@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crash.objects import as_rows, check_books, content_of, when_unlocked
+from loop_devices import loop_devices
 
 import tutti
 from store.pools import LAYOUT
@@ -30,7 +31,12 @@ POINTS = 12  # at which a resize of two members may be killed
 
 def made(tmp_path: Path, capacity: int) -> list[str]:
     """A pool of two members that holds KEYS: the first is pinned, the last four used last."""
-    paths = [str(tmp_path / name) for name in ("left", "right")]
+    return made_on([str(tmp_path / name) for name in ("left", "right")], capacity)
+
+
+def made_on(paths: list[str], capacity: int) -> list[str]:
+    """The same, of these files or blank devices."""
+    tutti.format(paths, LAYOUT, capacity)
     with tutti.open(paths, LAYOUT, capacity) as store:
         memory = store.allocate_memory(len(KEYS), hugepages=False)
         for page, key in enumerate(KEYS):
@@ -243,7 +249,7 @@ def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         resize.resize(paths, "900TiB")
     with pytest.raises(CapacityError, match="give at least"):
         resize.resize(paths, MiB)
-    with pytest.raises(Unsupported, match="other devices"):
+    with pytest.raises(Unsupported, match="tutti export"):
         resize.resize("nvme:0000:03:00.0", LARGE)
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
     with tutti.open(paths) as store:
@@ -288,3 +294,25 @@ def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
     with tutti.open(paths) as store:
         assert len(held(store)) == len(KEYS)
+
+
+def test_a_pool_on_devices_changes_its_size_through_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: str(tmp_path / f"of-{name}.tkv") for name in ("", "other")}
+    with loop_devices(tmp_path) as make:
+        devices = [make(), make()]
+        with tutti.open(made_on(devices, SMALL)) as store:
+            before = store.stats()["capacity_objects"]
+        assert cli.main(["resize", *devices, "--capacity", str(LARGE)]) == 3
+        assert "tutti export" in capsys.readouterr().err
+        pool = [devices[0], "--member", devices[1]]
+        for name, file in files.items():
+            assert cli.main(["export", *pool, "--namespace", name, "--out", file]) == 0
+        force = [str(tmp_path / f"image{number}") for number in range(2)]
+        tutti.format(devices, LAYOUT, LARGE, force=force)
+        for name, file in files.items():
+            assert cli.main(["import", *pool, file, "--namespace", name]) == 0
+        with tutti.open(devices) as store:
+            assert held(store) == KEYS
+            assert store.stats()["capacity_objects"] > before
