@@ -111,7 +111,7 @@ def test_benches(
     drives: Drives, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = names_of(drives, LEFT, RIGHT)
-    check_bench(name, names, tmp_path, capsys, "address", force=["left", "right"])
+    check_bench(name, names, tmp_path, capsys, force=["left", "right"])
 
 
 def test_addresses_that_do_not_do(drives: Drives, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_benches(place: str, name: str, tmp_path: Path, capsys: pytest.CaptureFi
     paths = places()[place]
     for path in paths:
         zero(path.replace("/dev/ng", "/dev/nvme"))
-    check_bench(name, paths, tmp_path, capsys, place)
+    check_bench(name, paths, tmp_path, capsys)
 
 
 def test_each_drive_is_forced_by_its_own_number(capsys: pytest.CaptureFixture[str]) -> None:
