@@ -31,7 +31,7 @@ _COMPARE = tuple(
     for name in ("cases", "churn", "index_cost", "paired", "run", "systems")
 )
 _TRACES = ("bench/traces.py", "bench/belady.py")
-_RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency")
+_RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency", *_PLACES)
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 _SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
@@ -79,7 +79,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         "bench/profile",
         *("bench/gpu", "bench/gpu_memory.py", "bench/fio.py", "bench/compare/paired.py"),
     ),
-    "replay": (*_TRANSFERS, *_RIG, *_TRACES, "bench/fio.py", "bench/replay.py"),
+    "replay": (*_TRANSFERS, *_RIG, *_TRACES, *_PLACES, "bench/fio.py", "bench/replay.py"),
     "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "short": (*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),

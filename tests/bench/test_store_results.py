@@ -154,7 +154,7 @@ def test_a_step_runs_with_the_python_that_has_sglang(
     assert store_results.main(command) == 0
     makefile = (Path(__file__).parents[2] / "Makefile").read_text().replace("\\\n", "")
     assert '--sglang "$(CPU_SGLANG)"' in makefile
-    (words,) = (line for line in makefile.splitlines() if line.startswith("CPU_SGLANG :="))
+    (words,) = (line for line in makefile.splitlines() if line.startswith("CPU_SGLANG_PATH :="))
     assert "/build/view:" in words and "/tests/sglang/stand_in" in words
 
 

@@ -24,6 +24,7 @@ from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
 
 OBJECT_NBYTES = LAYOUT.object_nbytes + 4096
+OBJECT_KIB = OBJECT_NBYTES // 1024
 
 
 def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
@@ -31,7 +32,7 @@ def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
 ) -> None:
     rng = np.random.default_rng(seed)
     # A day's budget whose hour is three objects.
-    quotas = (f"small={4 * OBJECT_NBYTES}", f"slow={24 * 3 * OBJECT_NBYTES}")
+    quotas = (f"small={4 * OBJECT_KIB}KiB", f"slow={24 * 3 * OBJECT_KIB}KiB")
     options = ("--quota", quotas[0], "--write-quota", quotas[1])
     path = tmp_path / "s"
     process = start_process(path, tmp_path, *options)

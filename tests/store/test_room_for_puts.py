@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tutti
 from store.pools import LAYOUT, some_keys
-from store.test_puts_together import until
 from tutti.errors import TuttiError
 
 PAGES = 12
@@ -35,7 +35,7 @@ def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
         for _ in range(20):
             keys = some_keys(rng, PAGES)
             getattr(store, ask)(keys)
-            assert until(lambda: store.stats()["free_objects"] >= PAGES)
+            wait_until(lambda: store.stats()["free_objects"] >= PAGES)
             assert store.put(keys, range(PAGES)).wait(30).stored == PAGES
         after = store.stats()
         assert after["space_waits"] == before["space_waits"]
@@ -52,7 +52,7 @@ def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, seed: int) -> Non
             store.put(some_keys(rng, PAGES), range(PAGES)).wait(30)
         for _ in range(20):
             store.match(some_keys(rng, slots))
-        assert until(lambda: store.stats()["free_objects"] >= slots // 16)
+        wait_until(lambda: store.stats()["free_objects"] >= slots // 16)
         assert store.stats()["free_objects"] <= slots // 16 + 2 * (slots // 64 + 1) + PAGES
 
 
@@ -70,7 +70,7 @@ def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) 
         for start in range(0, len(keys) - PAGES, PAGES):
             store.put(keys[start : start + PAGES], range(PAGES)).wait(30)
         store.match(some_keys(rng, len(keys)))
-        assert until(lambda: store.stats()["callback_errors"] > 0)
+        wait_until(lambda: store.stats()["callback_errors"] > 0)
         with pytest.raises((ValueError, TuttiError)):
             store.put(some_keys(rng, 3 * PAGES), np.arange(3 * PAGES) % PAGES).wait(30)
         assert store.match(keys[:PAGES]) == PAGES

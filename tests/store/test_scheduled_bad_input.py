@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scheduler.drive import Linear
+from waiting import wait_until
 
 import tutti
 from store.pools import LAYOUT, fill, some_keys
-from store.test_puts_together import until
 from tutti.base.clock import SystemClock
 from tutti.errors import KeyMissing
 from tutti.scheduler.dispatcher import Schedule
@@ -57,7 +57,7 @@ def test_a_clock_that_jumps_stops_nothing_and_loses_nothing(
         offset[0] = HOUR_NS
         assert store.put(some_keys(rng, PAGES), range(PAGES)).wait(30).stored == PAGES
         kinds = ("loads_waiting", "writes_waiting")
-        assert until(lambda: not any(store.stats()["scheduler"][kind] for kind in kinds))
+        wait_until(lambda: not any(store.stats()["scheduler"][kind] for kind in kinds))
         stats = store.stats()
     assert (stats["dropped"], stats["store_errors"], stats["callback_errors"]) == (0, 0, 0)
 
@@ -76,7 +76,7 @@ def test_a_load_of_100_000_keys_of_a_file(tmp_path: Path, seed: int) -> None:
         with pytest.raises(KeyMissing):
             store.load(some_keys(rng, 100_000), np.arange(100_000) % PAGES)
         store.load(keys, range(4)).wait(30)
-        assert until(lambda: store.stats()["scheduler"]["loads_waiting"] == 0)
+        wait_until(lambda: store.stats()["scheduler"]["loads_waiting"] == 0)
 
 
 def test_a_put_larger_than_the_backlog_is_stored_whole(tmp_path: Path, seed: int) -> None:

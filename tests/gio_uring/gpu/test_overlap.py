@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
-from gio_uring.gpu.test_chunks import eventually, memory_of
+from gio_uring.gpu.test_chunks import memory_of
 from gio_uring.gpu.test_host_engine import Rig, rig_over_memory, round_trip
 from memory_controller import Faults
+from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
 from tutti.base.pipeline import TRIALS, Overlap, PipelineChooser
@@ -70,7 +71,7 @@ def load(rig: Rig, keys: Any, contents: list[bytes]) -> int:
     rig.store.load(keys, list(pages)).wait(10)
     calls = rig.driver.calls["cuMemcpyBatchAsync"] - before
     assert [rig.pool.read(page) for page in pages] == contents
-    eventually(rig.gpu._loads.is_idle, "the read is measured")
+    wait_until(rig.gpu._loads.is_idle, "the read is measured")
     return calls
 
 
@@ -164,11 +165,11 @@ def test_a_whole_read_that_fails_lets_its_streams_go_and_is_no_trial(
         ticket.order_stream(stream, 0)
         with pytest.raises(DeviceTimeout):
             ticket.wait(10)
-        eventually(lambda: rig.driver.is_stream_done(stream), "a stream still waits")
+        wait_until(lambda: rig.driver.is_stream_done(stream), "a stream still waits")
         memory_of(rig).set_faults(None)
         memory_of(rig).release()
         assert ticket.wait_settled(10)
-        eventually(rig.gpu._loads.is_idle, "the queue is free")
+        wait_until(rig.gpu._loads.is_idle, "the queue is free")
         (found,) = overlaps(rig).values()
         assert found["cross_gb_per_s"] == []
         assert load(rig, keys, contents) == 1
