@@ -34,7 +34,7 @@ def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
         assert before["space_waits"] > 0, "this is what costs time without a look-up"
         for _ in range(20):
             keys = some_keys(rng, PAGES)
-            getattr(store, ask)(keys)
+            getattr(store, ask)(keys, pin=True)
             wait_until(lambda: store.stats()["free_objects"] >= PAGES)
             assert store.put(keys, range(PAGES)).wait(30).stored == PAGES
         after = store.stats()
@@ -50,8 +50,15 @@ def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, seed: int) -> Non
         slots = store.stats()["capacity_objects"]
         for _ in range(-(-slots // PAGES) + 4):
             store.put(some_keys(rng, PAGES), range(PAGES)).wait(30)
+        before = store.stats()["evicted"]
+        store.match(some_keys(rng, slots))
+        store.present(some_keys(rng, slots))
+        store.put(some_keys(rng, 1), [0]).wait(30)  # the thread that evicts has had its turn
+        assert store.stats()["evicted"] - before <= 2 * (slots // 64 + 1), (
+            "what just looks keeps all"
+        )
         for _ in range(20):
-            store.match(some_keys(rng, slots))
+            store.match(some_keys(rng, slots), pin=True)
         wait_until(lambda: store.stats()["free_objects"] >= slots // 16)
         assert store.stats()["free_objects"] <= slots // 16 + 2 * (slots // 64 + 1) + PAGES
 
@@ -69,7 +76,7 @@ def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) 
         keys = some_keys(rng, store.stats()["capacity_objects"])
         for start in range(0, len(keys) - PAGES, PAGES):
             store.put(keys[start : start + PAGES], range(PAGES)).wait(30)
-        store.match(some_keys(rng, len(keys)))
+        store.match(some_keys(rng, len(keys)), pin=True)
         wait_until(lambda: store.stats()["callback_errors"] > 0)
         with pytest.raises((ValueError, TuttiError)):
             store.put(some_keys(rng, 3 * PAGES), np.arange(3 * PAGES) % PAGES).wait(30)

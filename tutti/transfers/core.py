@@ -213,7 +213,7 @@ class Core(InFlight):
             hits = self.proven_prefix(found) if proven else found.size
             if pin is not False:
                 hits = self.lookup_pins.pin(_holder(pin), found[:hits])
-            self._count_lookup(len(keys), hits)
+            self._count_lookup(len(keys), hits, pin is not False)
             return hits
 
     @releases_lock
@@ -234,7 +234,7 @@ class Core(InFlight):
                 rows = np.flatnonzero(there)
                 kept = self.lookup_pins.pin(_holder(pin), slots[rows], last=True)
                 there[rows[: rows.size - kept]] = False
-            self._count_lookup(len(keys), int(np.count_nonzero(there)))
+            self._count_lookup(len(keys), int(np.count_nonzero(there)), pin is not False)
             return there
 
     def unpin(self, name: str | None) -> None:
@@ -245,11 +245,12 @@ class Core(InFlight):
             else:
                 self.lookup_pins.release(name)
 
-    def _count_lookup(self, keys: int, hits: int) -> None:
+    def _count_lookup(self, keys: int, hits: int, pins: bool) -> None:
+        """Also expects a put of what was missed where the hits are pinned: others just look."""
         self.counters.lookups += 1
         self.counters.looked_up += keys
         self.counters.hits += hits
-        missed = expected_slots(self.index.slots, keys - hits)
+        missed = expected_slots(self.index.slots, keys - hits) if pins else 0
         if missed > self.expected and self.allocator.free_slots < self._reserve + missed:
             self.expected = missed
             self.wake.release()
