@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.second_tier import Tier
 from tutti.cluster.worker import trailer_nbytes
-from tutti.errors import DeviceTimeout, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
@@ -258,7 +259,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """All rounds, and what they were run on.
 
-    Raises ConfigError for an address that is none, Unsupported without Mooncake's client.
+    Raises ConfigError for an address that is none and a first place that is no folder, Unsupported
+    without Mooncake's client.
     """
     start_s = time.monotonic()
     remote = args.remote and RemoteConfig.parse(args.remote)
@@ -272,6 +274,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     )
     keys = np.random.default_rng(args.seed).integers(0, 256, (args.pages, 16), np.uint8)
     paths = pool_paths(args, "second-tier")
+    if not os.path.isdir(medium_of(args)):
+        raise ConfigError("second-tier also writes a file beside the pool; name a folder first")
     with ExitStack() as stack:
         pool = stack.enter_context(temporary_pool(paths, layout, args.capacity, force=args.force))
         bar = stack.enter_context(progress("second tier", 2 * args.rounds + 1))
@@ -316,7 +320,7 @@ def _fetched(
     pool, get = fetcher.store, partial(reader.call, "get_s")
     memory = pool.allocate_memory(args.pages)
     cpu = CpuTime(fetcher.config, reader.pid)
-    path = args.dir / "second-tier.kept"
+    path = Path(medium_of(args)) / "second-tier.kept"
     seconds, spent = _measure(
         {
             "tier": (fetcher.fetch_s, CpuTime(fetcher.config, fetcher.worker)),
