@@ -166,7 +166,7 @@ def hugepages_of(job: FioJob) -> int:
 def held_hugepages(
     jobs: Sequence[FioJob], *, allow_sysctl: bool, others_nbytes: int = 0
 ) -> Iterator[str]:
-    """Memory on hugepages for the buffers of these jobs, one at a time, and of nobody else.
+    """Memory on hugepages that only these jobs use for their buffers, one job at a time.
 
     Free hugepages are taken by any program that asks for some (a store's own buffers do) before fio
     does, and fio 3.33 then dies of a fault, as it does not check its mapping.  So they are held

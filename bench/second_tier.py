@@ -259,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """All rounds, and what they were run on.
 
-    Raises ConfigError for an address that is none and a first place that is no folder, Unsupported
+    Raises ConfigError for a wrong address and if the first place is not a folder, Unsupported
     without Mooncake's client.
     """
     start_s = time.monotonic()

@@ -214,7 +214,7 @@ def _versions() -> dict[str, str]:
 @dataclass
 class _Measured:
     """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
-    of each launch, what its memory lay on in the end; failed: why there is no more of it.
+    of each launch, the kind of pages at its end; failed: why later ones are missing.
     """
 
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})

@@ -4,8 +4,8 @@ What is bounded is all waiting for layers, and the rest of a decode step that ru
 arrives.  The latter shifts a little with the former, and a load can be read in it, so neither has
 such a bound alone.
 
-`least_ns` holds for every order of reads and writes, that of a scheduler which knows the future
-included, under these rules of the simulated server:
+`least_ns` holds for every order of reads and writes, also if a scheduler knows the future, under
+these rules of the simulated server:
 
 * Requests arrive at given times and prefill in that order.  A prefill is not interrupted.  The GPU
   idles or decodes only while no request waits, and finishes its decode step then.

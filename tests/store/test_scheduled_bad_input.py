@@ -1,4 +1,4 @@
-"""What nobody plans for, in pools as `tutti.open` gives them: scheduled, on files."""
+"""Unexpected input and clocks, in pools as `tutti.open` gives them: scheduled, on files."""
 
 from __future__ import annotations
 
