@@ -271,10 +271,8 @@ class QueuedPut:
         outcome = self.progress.outcome
         if rows.size < outcome.size:
             outcome = outcome[rows]
-        if (outcome == Outcome.STORED).all():
-            return 0, 0
-        lost = int(np.count_nonzero(outcome >= Outcome.DROPPED))
-        return lost, int(np.count_nonzero(outcome == Outcome.PRESENT))
+        count = outcome.tobytes().count
+        return count(Outcome.DROPPED) + count(Outcome.FAILED), count(Outcome.PRESENT)
 
 
 class PutTogether:
