@@ -13,10 +13,11 @@ import numpy.typing as npt
 import pytest
 from memory_controller import Faults
 from scheduler.drive import Linear
+from waiting import wait_until
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import ConfigError, MediumError
-from tutti.placement.eviction import EvictionView, LeastRecentlyUsed
+from tutti.placement.eviction import EvictionView, LeastRecentlyUsed, reserve_slots
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.state import Decision, State
 from tutti.store import ObjectStore
@@ -147,6 +148,7 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
     fill(store.allocate_memory(8), range(8), rng)
     for _ in range(SLOTS):  # until there is something to evict
         store.put(some_keys(rng, 1), [0]).wait(10)
+    wait_until(lambda: store.stats()["free_objects"] > reserve_slots(SLOTS))
     free = store.stats()["free_objects"]
     if held:  # the second put is written by a thread of the store
         controller.set_faults(Faults(stall_from=1))

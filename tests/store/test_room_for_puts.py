@@ -12,6 +12,7 @@ from waiting import wait_until
 import tutti
 from store.pools import LAYOUT, some_keys
 from tutti.errors import TuttiError
+from tutti.placement.eviction import reserve_slots
 
 PAGES = 12
 
@@ -81,3 +82,16 @@ def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) 
         with pytest.raises((ValueError, TuttiError)):
             store.put(some_keys(rng, 3 * PAGES), np.arange(3 * PAGES) % PAGES).wait(30)
         assert store.match(keys[:PAGES]) == PAGES
+
+
+def test_a_full_pool_makes_room_for_the_next_put_of_a_page(tmp_path: Path, seed: int) -> None:
+    """While one is written, so that none of them has to choose what goes."""
+    rng = np.random.default_rng(seed)
+    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB") as store:
+        store.allocate_memory(1)
+        slots = store.stats()["capacity_objects"]
+        for turn in range(slots + 20):
+            assert store.put(some_keys(rng, 1), [0]).wait(30).stored == 1
+            if turn >= slots:
+                wait_until(lambda: store.stats()["free_objects"] > reserve_slots(slots))
+        assert store.stats()["space_waits"] == 0

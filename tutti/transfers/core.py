@@ -102,7 +102,7 @@ class Core(InFlight):
         self.leave_open = False  # records on the medium are not what the index says
         self.index = Index(members.count * self.geometry.slots)
         self._reserve = reserve_slots(self.index.slots)
-        self.expected = 0  # pages that look-ups missed and a put may bring soon
+        self.expected = 0  # pages that a put may bring soon
         self.history = ReuseHistory(self.index.slots)
         self.lookup_pins = LookupPins(
             self.index.kept,
@@ -250,9 +250,14 @@ class Core(InFlight):
         self.counters.lookups += 1
         self.counters.looked_up += keys
         self.counters.hits += hits
-        missed = expected_slots(self.index.slots, keys - hits) if pins else 0
-        if missed > self.expected and self.allocator.free_slots < self._reserve + missed:
-            self.expected = missed
+        if pins:
+            self.expect(keys - hits)
+
+    def expect(self, pages: int) -> None:
+        """A put may bring so many pages soon: there should be room for them.  Lock held."""
+        slots = expected_slots(self.index.slots, pages)
+        if slots > self.expected and self.allocator.free_slots < self._reserve + slots:
+            self.expected = slots
             self.wake.release()
 
     def count_stored(self, objects: int) -> None:

@@ -67,7 +67,7 @@ class Reclaimer:
         core.check_open()
 
     def refill(self) -> None:
-        """Makes room for what look-ups missed, before it is put."""
+        """Makes room for what is expected, before it is put."""
         core = self._core
         with core.lock:
             expected, core.expected = core.expected, 0
@@ -75,7 +75,7 @@ class Reclaimer:
                 return
             try:
                 self.top_up(expected)
-            except Exception as error:  # of a policy that was given; the next put raises it
+            except BaseException as error:  # of a policy that was given; the next put raises it
                 core.guard.caught("the eviction ahead of a put", error)
 
     def top_up(self, extra: int, kept: Slots = NO_SLOTS) -> None:

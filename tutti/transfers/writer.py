@@ -123,6 +123,7 @@ class Writer:
                 if put is not None:
                     put.flushes_failed = self._flushes_failed
                     self.active += 1
+                    core.expect(1)  # decoding puts page after page
                     return None
                 new = self._absent_rows(together)
                 grant = self._granted(together, new.size)
@@ -155,6 +156,7 @@ class Writer:
             if chain.count:
                 core.in_flight += 1
                 self.active += 1
+                core.expect(1)
             return PlannedPut(chain, self._flushes_failed, time.monotonic())
 
     def written_elsewhere(
