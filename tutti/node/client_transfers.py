@@ -42,9 +42,9 @@ class ClientState(InFlight):
         self.ready = True
         self.plan_timeout_s = 2 * config.timeout_s + PLAN_S
 
-    def absent(self, keys: Keys) -> Mask:
+    def absent(self, keys: Keys) -> Mask | None:
         """See InFlight: all, as to ask the agent would cost a request of its own."""
-        return np.ones(len(keys), np.bool_)
+        return None
 
 
 class ClientWriter:

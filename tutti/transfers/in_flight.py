@@ -66,8 +66,8 @@ class InFlight(Owned):
         self.ready = False  # recovery is done, and no clear is under way
         self.failure: BaseException | None = None  # why recovery failed
 
-    def absent(self, keys: Keys) -> Mask:
-        """Which of these keys (n,) a put would write, as far as is known.  Lock held."""
+    def absent(self, keys: Keys) -> Mask | None:
+        """Which of these keys (n,) a put would write, as far as is known; None: all.  Lock held."""
         raise NotImplementedError
 
     def write_pages_max(self, memory: PagedMemory, most: int) -> int:

@@ -272,6 +272,8 @@ class QueuedPut:
         if rows.size < outcome.size:
             outcome = outcome[rows]
         count = outcome.tobytes().count
+        if count(Outcome.STORED) == rows.size:
+            return 0, 0
         return count(Outcome.DROPPED) + count(Outcome.FAILED), count(Outcome.PRESENT)
 
 

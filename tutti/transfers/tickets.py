@@ -88,14 +88,13 @@ class PutTicket(Owned):
             raise DeviceTimeout(
                 f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
             )
-        status = self._progress.status
-        if np.count_nonzero(status):
-            failed = self.failed()
+        octets = self.outcome.tobytes()
+        if octets.count(Outcome.FAILED):
+            status, failed = self._progress.status, self.failed()
             refusal = self._progress.refusal
             if refusal is not None:  # a copy: a raised exception collects the frames that it passed
                 raise copy.copy(refusal) from refusal
             raise _error(int(status[failed[0]]), failed, "put")
-        octets = self.outcome.tobytes()
         counts = [octets.count(code) for code in range(len(Outcome))]
         return PutResult(counts[Outcome.STORED], counts[Outcome.PRESENT], counts[Outcome.DROPPED])
 

@@ -104,12 +104,12 @@ class TransferQueue(Owned):
             core.begin()
             if dispatcher is not None and self._most:
                 absent = core.absent(request.keys)
-                count = np.count_nonzero(absent)
+                count = now.size if absent is None else np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
                         put.name = f"{self._prefix}{next(self._numbers)}"
-                        now = put.take(now, absent if count < now.size else None)
+                        now = put.take(now, absent)
                         put.open = OpenParts(core.layers) if self._can_stop(put) else None
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
@@ -222,8 +222,10 @@ class TransferQueue(Owned):
     def _over(self) -> int:
         """Loads that have ended, as their callers know, and whose end was not added yet."""
         progress = self._alone[1]
+        if progress is None:
+            return 0
         with suppress(TuttiError):  # a lost context of a GPU, which the load's caller is told
-            return int(progress is not None and progress.is_done())
+            return int(progress.is_done())
         return 0
 
     def _release_load(self, load: QueuedLoad) -> None:
