@@ -58,7 +58,7 @@ class NativeReuse(ctypes.Structure):
 
     _fields_ = (
         *members(ctypes.c_void_p, "used uses ghosts ghost_uses heads gaps"),
-        *members(ctypes.c_uint64, "slots oldest gaps_sum"),
+        *members(ctypes.c_uint64, "slots buckets oldest gaps_sum"),
     )
 
 

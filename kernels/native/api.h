@@ -162,10 +162,9 @@ TUTTI_API int64_t tutti_index_move(tutti_index* index, const int64_t* slots, uin
 // Unmaps the keys of the given slots, all in range; returns how many of them were mapped.
 TUTTI_API uint64_t tutti_index_remove(tutti_index* index, const int64_t* slots, uint64_t n);
 
-// An evicted key, by its hash: its last use, how often it was used (0: none is here), and the next
-// ghost of its bucket.
+// An evicted key, by a part of its hash: its last use, and an older ghost of its bucket.
 struct tutti_ghost {
-  uint64_t hash;
+  uint32_t tag;
   uint32_t used;
   uint32_t next;
 };
@@ -174,8 +173,8 @@ constexpr uint64_t kTuttiGaps = 33;
 
 // How often objects are used (tutti/placement/reuse.py), all the caller's: by slot, the use in
 // which it was filled or last loaded, 0 for unknown, and how often that was; as many ghosts as
-// slots, a ring, whose buckets begin at `heads`; and, by the bits of the gap, the uses that came
-// that long after the one before.
+// slots, a ring, with how often each was used (0: none is here); the latest ghost of each bucket;
+// and, by the bits of the gap, the uses that came that long after the one before.
 struct tutti_reuse {
   uint32_t* used;
   uint8_t* uses;
@@ -184,6 +183,7 @@ struct tutti_reuse {
   uint32_t* heads;
   uint32_t* gaps;
   uint64_t slots;
+  uint64_t buckets;
   uint64_t oldest;
   uint64_t gaps_sum;
 };

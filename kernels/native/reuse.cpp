@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "api.h"
 #include "hash.h"
@@ -22,19 +23,36 @@ uint64_t hash_of(const uint8_t* key) {
   return mixed * kMultipliers[0];
 }
 
-// The link to a ghost of this hash, or kNone at the end of its bucket. Buckets are as many as
-// ghosts, so that most have one at most; a bucket never has more than all.
-template <typename IsIt>
-uint32_t* find_link(const tutti_reuse* reuse, uint64_t hash, IsIt is_it) {
-  uint32_t* link = &reuse->heads[tutti::share_of(hash, reuse->slots)];
-  while (*link != kNone && !is_it(*link)) link = &reuse->ghosts[*link].next;
-  return link;
+// Where a key's ghost is: a bucket, and what tells the keys of a bucket apart, the bits of the hash
+// behind those that chose the bucket. Two keys of a bucket share them once in 2^32.
+struct GhostName {
+  uint64_t bucket;
+  uint32_t tag;
+};
+
+GhostName name_of(const tutti_reuse* reuse, const uint8_t* key) {
+  const uint64_t hash = hash_of(key);
+  return {tutti::share_of(hash, reuse->buckets),
+          static_cast<uint32_t>(hash * reuse->buckets >> 32)};
 }
 
-void remove_ghost(tutti_reuse* reuse, uint32_t* link) {
-  const uint32_t place = *link;
-  *link = reuse->ghosts[place].next;
-  reuse->ghost_uses[place] = 0;
+// How many ghosts came after the one at this place of the ring.
+uint64_t age_of(const tutti_reuse* reuse, uint32_t place) {
+  return (place < reuse->oldest ? 0 : reuse->slots) + reuse->oldest - 1 - place;
+}
+
+// The place of the latest ghost of this name, or kNone. Links lead to older ghosts: one that leads
+// to a later ghost is to a place that was taken since, and so are all behind it. A bucket has four
+// ghosts on average.
+uint32_t find_ghost(const tutti_reuse* reuse, const GhostName& name) {
+  uint32_t place = reuse->heads[name.bucket];
+  while (place != kNone) {
+    if (reuse->ghosts[place].tag == name.tag && reuse->ghost_uses[place] != 0) return place;
+    const uint32_t next = reuse->ghosts[place].next;
+    if (next == kNone || age_of(reuse, next) <= age_of(reuse, place)) return kNone;
+    place = next;
+  }
+  return kNone;
 }
 
 // A use came `now`, after the one at `then`.
@@ -65,14 +83,9 @@ int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint
   if (!are_slots(slots, n, reuse->slots)) return -1;
   for (uint64_t i = 0; i < n; ++i) {
     const auto place = static_cast<uint32_t>(reuse->oldest);
-    tutti_ghost& ghost = reuse->ghosts[place];
-    if (reuse->ghost_uses[place] != 0) {
-      const auto is_it = [place](uint32_t other) { return other == place; };
-      remove_ghost(reuse, find_link(reuse, ghost.hash, is_it));
-    }
-    const uint64_t hash = hash_of(keys + i * kTuttiKeyBytes);
-    uint32_t& head = reuse->heads[tutti::share_of(hash, reuse->slots)];
-    ghost = {hash, reuse->used[slots[i]], head};
+    const GhostName name = name_of(reuse, keys + i * kTuttiKeyBytes);
+    uint32_t& head = reuse->heads[name.bucket];
+    reuse->ghosts[place] = {name.tag, reuse->used[slots[i]], head};
     reuse->ghost_uses[place] = std::max<uint8_t>(reuse->uses[slots[i]], 1);
     head = place;
     reuse->oldest = (reuse->oldest + 1) % reuse->slots;
@@ -96,15 +109,12 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
   if (!are_slots(slots, n, reuse->slots)) return -1;
   int64_t late = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const uint64_t hash = hash_of(keys + i * kTuttiKeyBytes);
-    const auto is_it = [reuse, hash](uint32_t place) { return reuse->ghosts[place].hash == hash; };
-    uint32_t* const link = find_link(reuse, hash, is_it);
+    const uint32_t ghost = find_ghost(reuse, name_of(reuse, keys + i * kTuttiKeyBytes));
     uint8_t uses = 0;
-    if (*link != kNone) {
+    if (ghost != kNone) {
       ++late;
-      uses = reuse->ghost_uses[*link];
-      count_gap(reuse, now, reuse->ghosts[*link].used);
-      remove_ghost(reuse, link);
+      uses = std::exchange(reuse->ghost_uses[ghost], uint8_t{0});
+      count_gap(reuse, now, reuse->ghosts[ghost].used);
     }
     use(reuse, slots[i], uses, now);
   }

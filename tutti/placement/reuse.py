@@ -6,8 +6,8 @@ where it left off, and was evicted too early. The number of operations between t
 object is its gap; three quarters of the gaps are shorter than `lifetime`. The policy of
 tutti/placement/eviction.py reads both.
 
-No clock is read and ghosts are found by the whole hash of a key, so that ranks with the same
-operations agree, whatever their keys are.
+No clock is read, and ghosts are found by so much of a key's hash that one key is taken for
+another once in 2^30 puts: ranks with the same operations agree, whatever their keys are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from tutti.base.arrays import Keys, Slots
 from tutti.native import GAPS, NativeReuse, address, quick
 
-_GHOST = np.dtype([("hash", np.uint64), ("used", np.uint32), ("next", np.uint32)])
+_GHOST = np.dtype([("tag", np.uint32), ("used", np.uint32), ("next", np.uint32)])
 _NO_GHOST = 0xFFFFFFFF
 
 
@@ -35,7 +35,7 @@ class ReuseHistory:
         self.uses = np.zeros(slots, np.uint8)
         self._ghosts = np.zeros(slots, _GHOST)
         self._ghost_uses = np.zeros(slots, np.uint8)
-        self._heads = np.full(slots, _NO_GHOST, np.uint32)
+        self._heads = np.full(max(1, slots // 4), _NO_GHOST, np.uint32)
         self._gaps = np.zeros(GAPS, np.uint32)  # by number of bits
         self.native = NativeReuse(
             used=address(self.used),
@@ -45,6 +45,7 @@ class ReuseHistory:
             heads=address(self._heads),
             gaps=address(self._gaps),
             slots=slots,
+            buckets=self._heads.size,
         )
         self._handle = ctypes.byref(self.native)
         # Objects that were stored again after their eviction.
