@@ -43,9 +43,9 @@ class NativeIndex(ctypes.Structure):
     """`struct tutti_index`: the arrays of one hash table, all owned by the caller."""
 
     _fields_ = (
-        *members(ctypes.c_void_p, "keys table state pins access depth sequence has_digests hits"),
+        *members(ctypes.c_void_p, "keys table state pins access depth sequence hits"),
         *members(ctypes.c_uint64, "slots entries seed"),
-        *members(ctypes.c_uint32, "ready_min ready_max"),
+        *members(ctypes.c_uint32, "ready_min ready_max slot_mask"),
     )
 
 

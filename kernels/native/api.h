@@ -88,26 +88,30 @@ TUTTI_API void tutti_records_fill(uint8_t* records, uint64_t n,
                                   const uint64_t* columns, const uint8_t* keys,
                                   const uint8_t* parents, const uint64_t* digests);
 
+constexpr uint64_t kTuttiDigestsBit = uint64_t{1} << 63;
+
 // A hash table from 16-byte keys to slots over arrays that the caller owns: keys[slot] is the key
-// of a slot (two words), table has at least twice as many `entries` as slots (kTuttiNoSlot at
-// first), state[slot] decides what `match` accepts: values from ready_min to ready_max. `seed` keys
+// of a slot (two words), state[slot] decides what `match` accepts: values from ready_min to
+// ready_max. table has half as many `entries` again as slots: kTuttiNoSlot at first, else a slot in
+// the bits of slot_mask, which no slot fills, and a part of its key's hash above them. `seed` keys
 // the hash, so that chosen keys cannot be made to collide. The other arrays have an entry per slot,
-// as tutti/placement/index.py says; hits is 0 where nothing counts them.
+// as tutti/placement/index.py says; hits is 0 where nothing counts them. The highest bit of a
+// sequence number says that the object has digests.
 struct tutti_index {
   uint64_t* keys;
   uint32_t* table;
   uint8_t* state;
-  uint32_t* pins;
+  uint16_t* pins;
   uint32_t* access;
   uint32_t* depth;
   uint64_t* sequence;
-  uint8_t* has_digests;
   uint16_t* hits;
   uint64_t slots;
   uint64_t entries;
   uint64_t seed;
   uint32_t ready_min;
   uint32_t ready_max;
+  uint32_t slot_mask;
 };
 
 // Length of the longest prefix of `keys` that is present in an accepted state; slots_out receives
@@ -124,11 +128,12 @@ TUTTI_API uint64_t tutti_index_find(const tutti_index* index, const uint8_t* key
 TUTTI_API int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n);
 
 // Counts a mention for each slot, from the first on (with `last` from the last one), while at most
-// `room` of them had none; returns how many, and how many had none. Slots are not checked.
-TUTTI_API uint64_t tutti_pins_take(uint32_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
+// `room` of them had none and none has 65535; returns how many, and how many had none. Slots are
+// not checked.
+TUTTI_API uint64_t tutti_pins_take(uint16_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
                                    uint32_t last, uint64_t* fresh_out);
 // Takes these mentions back; returns how many slots have none then.
-TUTTI_API uint64_t tutti_pins_give_back(uint32_t* kept, const int64_t* slots, uint64_t n);
+TUTTI_API uint64_t tutti_pins_give_back(uint16_t* kept, const int64_t* slots, uint64_t n);
 
 // Rows of keys without a slot, each key once, in order; returns how many. The slots of the others
 // are accessed.
@@ -226,9 +231,9 @@ enum TuttiMark : uint8_t { kTuttiUnproven = 1, kTuttiHasDigests = 2, kTuttiKnown
 
 // A load of `keys` begins: pins, accesses and counts a hit of each key's slot, and tells the
 // history. Returns the number of runs in the slots (up by one, within a group); or -1 - i and
-// changes nothing where key i is not in an accepted state. plan: slots i64[n], sequence numbers
-// u64[n], digests u64[n][layers] as far as known, and marks u8[n] one after another. verify: the
-// digests of proven objects are wanted too.
+// changes nothing where key i is not in an accepted state or has 65535 pins. plan: slots i64[n],
+// sequence numbers u64[n], digests u64[n][layers] as far as known, and marks u8[n] one after
+// another. verify: the digests of proven objects are wanted too.
 TUTTI_API int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                   uint32_t uses, uint32_t verify, uint64_t* plan);
 

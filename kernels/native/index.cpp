@@ -1,8 +1,11 @@
 // An open-addressing hash table over arrays that the caller owns: linear probing, removal by
 // shifting the following entries back, so that there are no tombstones and probes stay short.
 //
-// Look-ups go in blocks: first every table entry of the block is prefetched, then every key that
-// those entries point at, then the keys are compared; the cache misses of a block overlap.
+// An entry has as much of its key's hash as has room above the slot: a key is read where that
+// agrees, so that probes may be long. It is 5 bits with 10^8 slots, and none with more than 2^31.
+//
+// Look-ups go in blocks: first every table entry of the block is prefetched, then the key that each
+// probe will read first, then the keys are compared; the cache misses of a block overlap.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -32,36 +35,65 @@ Key key_of(const tutti_index* index, uint32_t slot) {
   return {index->keys[2 * uint64_t{slot}], index->keys[2 * uint64_t{slot} + 1]};
 }
 
-// Where the probe for a key begins. Both words meet the seed before they are multiplied.
-uint64_t home_of(const tutti_index* index, const Key& key) {
+// Where the probe for a key begins, and what its entry has above the slot.
+struct Place {
+  uint64_t home;
+  uint32_t tag;
+};
+
+// Both words meet the seed before they are multiplied.
+Place place_of(const tutti_index* index, const Key& key) {
   constexpr uint64_t golden = 0x9E3779B97F4A7C15ULL;  // 2^64 over the golden ratio, odd.
   const uint64_t a = key.low ^ index->seed;
   const uint64_t b = key.high ^ (index->seed * golden + golden);
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   const uint64_t mixed = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-  return tutti::share_of(mixed, index->entries);
+  return {tutti::share_of(mixed, index->entries), static_cast<uint32_t>(mixed) & ~index->slot_mask};
 }
 
-// The table position of `key`, or of the empty entry where its probe ends. The table is at most
-// half full, so an empty entry exists; the step bound holds even if it were damaged.
-uint64_t probe(const tutti_index* index, const Key& key, uint64_t home) {
-  uint64_t position = home;
+uint32_t slot_at(const tutti_index* index, uint64_t position) {
+  const uint32_t entry = index->table[position];
+  return entry == kTuttiNoSlot ? kTuttiNoSlot : entry & index->slot_mask;
+}
+
+// Whether a probe goes on behind an entry without reading its key.
+bool is_other(const tutti_index* index, uint32_t entry, uint32_t tag) {
+  return entry != kTuttiNoSlot && (entry & ~index->slot_mask) != tag;
+}
+
+// The first position of a probe that is empty or has the tag. The table is at most two thirds full,
+// so an empty entry exists; the step bound holds even if it were damaged.
+uint64_t candidate(const tutti_index* index, const Place& place) {
+  uint64_t position = place.home;
   for (uint64_t step = 0; step < index->entries; ++step) {
-    const uint32_t slot = index->table[position];
-    if (slot == kTuttiNoSlot || key_of(index, slot) == key) return position;
+    if (!is_other(index, index->table[position], place.tag)) break;
     if (++position == index->entries) position = 0;
   }
-  return home;
+  return position;
 }
 
-// The homes of up to kBlock keys, their table lines and first keys on the way into the cache.
-void prefetch_block(const tutti_index* index, const Key* block, uint64_t n, uint64_t* homes) {
+// The table position of `key`, or of the empty entry where its probe ends.
+uint64_t probe(const tutti_index* index, const Key& key, const Place& place) {
+  uint64_t position = place.home;
+  for (uint64_t step = 0; step < index->entries; ++step) {
+    const uint32_t entry = index->table[position];
+    if (entry == kTuttiNoSlot) break;
+    const bool has_tag = (entry & ~index->slot_mask) == place.tag;
+    if (has_tag && key_of(index, entry & index->slot_mask) == key) break;
+    if (++position == index->entries) position = 0;
+  }
+  return position;
+}
+
+// The first candidates of up to kBlock keys, these and their keys on the way into the cache.
+void prefetch_block(const tutti_index* index, const Key* block, uint64_t n, Place* places) {
   for (uint64_t i = 0; i < n; ++i) {
-    homes[i] = home_of(index, block[i]);
-    __builtin_prefetch(&index->table[homes[i]]);
+    places[i] = place_of(index, block[i]);
+    __builtin_prefetch(&index->table[places[i].home]);
   }
   for (uint64_t i = 0; i < n; ++i) {
-    const uint32_t slot = index->table[homes[i]];
+    places[i].home = candidate(index, places[i]);
+    const uint32_t slot = slot_at(index, places[i].home);
     if (slot == kTuttiNoSlot) continue;
     __builtin_prefetch(&index->keys[2 * uint64_t{slot}]);
     __builtin_prefetch(&index->state[slot]);
@@ -72,13 +104,13 @@ void prefetch_block(const tutti_index* index, const Key* block, uint64_t n, uint
 template <class Visit>
 void look_up(const tutti_index* index, const uint8_t* keys, uint64_t n, Visit visit) {
   Key block[kBlock];
-  uint64_t homes[kBlock];
+  Place places[kBlock];
   for (uint64_t begin = 0; begin < n; begin += kBlock) {
     const uint64_t count = n - begin < kBlock ? n - begin : kBlock;
     for (uint64_t i = 0; i < count; ++i) block[i] = load_key(keys, begin + i);
-    prefetch_block(index, block, count, homes);
+    prefetch_block(index, block, count, places);
     for (uint64_t i = 0; i < count; ++i) {
-      const uint32_t slot = index->table[probe(index, block[i], homes[i])];
+      const uint32_t slot = slot_at(index, probe(index, block[i], places[i]));
       if (!visit(begin + i, slot)) return;
     }
   }
@@ -86,26 +118,36 @@ void look_up(const tutti_index* index, const uint8_t* keys, uint64_t n, Visit vi
 
 // The table position that points at `slot`, or `entries`.
 uint64_t position_of(const tutti_index* index, uint32_t slot) {
-  uint64_t position = home_of(index, key_of(index, slot));
+  const Place place = place_of(index, key_of(index, slot));
+  uint64_t position = place.home;
   for (uint64_t step = 0; step < index->entries; ++step) {
-    if (index->table[position] == slot) return position;
+    if (index->table[position] == (place.tag | slot)) return position;
     if (index->table[position] == kTuttiNoSlot) break;
     if (++position == index->entries) position = 0;
   }
   return index->entries;
 }
 
+// How far behind `from` a position is.
+uint64_t distance(const tutti_index* index, uint64_t from, uint64_t position) {
+  return position - from + (position < from ? index->entries : 0);
+}
+
 // Empties `hole` and moves back each later entry of the cluster whose probe would pass the hole.
 void close_hole(tutti_index* index, uint64_t hole) {
+  for (uint64_t ahead = hole + 1; ahead < index->entries; ++ahead) {
+    const uint32_t slot = slot_at(index, ahead);
+    if (slot == kTuttiNoSlot) break;
+    __builtin_prefetch(&index->keys[2 * uint64_t{slot}]);
+  }
   uint64_t position = hole;
   for (uint64_t step = 1; step < index->entries; ++step) {
     if (++position == index->entries) position = 0;
-    const uint32_t slot = index->table[position];
+    const uint32_t slot = slot_at(index, position);
     if (slot == kTuttiNoSlot) break;
-    const uint64_t round = position + index->entries;
-    const uint64_t from_home = (round - home_of(index, key_of(index, slot))) % index->entries;
-    if (from_home < (round - hole) % index->entries) continue;
-    index->table[hole] = slot;
+    const uint64_t home = place_of(index, key_of(index, slot)).home;
+    if (distance(index, home, position) < distance(index, hole, position)) continue;
+    index->table[hole] = index->table[position];
     hole = position;
   }
   index->table[hole] = kTuttiNoSlot;
@@ -165,12 +207,16 @@ uint64_t prefix(const tutti_index* index, const uint8_t* keys, uint64_t n, int64
   return length;
 }
 
+uint64_t number_of(const tutti_index* index, uint64_t slot) {
+  return index->sequence[slot] & ~kTuttiDigestsBit;
+}
+
 // The digests of an object that the cache knows, else null.
 const uint64_t* cached_digests(const tutti_load_tables* tables, uint64_t slot) {
   const tutti_digests* cache = tables->digests;
   const uint64_t place = slot % cache->entries;
   const bool is_known = cache->slot[place] == static_cast<int64_t>(slot) &&
-                        cache->sequence[place] == tables->index->sequence[slot];
+                        cache->sequence[place] == number_of(tables->index, slot);
   return is_known ? cache->digests + place * cache->layers : nullptr;
 }
 
@@ -200,6 +246,11 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
   auto* slots = reinterpret_cast<int64_t*>(plan);
   const uint64_t length = prefix(index, keys, n, slots);
   if (length != n) return -1 - static_cast<int64_t>(length);
+  for (uint64_t i = 0; i < n; ++i) {
+    if (++index->pins[slots[i]] != 0) continue;
+    for (uint64_t k = 0; k <= i; ++k) --index->pins[slots[k]];
+    return -1 - static_cast<int64_t>(i);
+  }
   const uint64_t layers = tables->digests->layers;
   uint64_t* sequences = plan + n;
   uint64_t* digests = sequences + n;
@@ -209,12 +260,11 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
     const auto slot = static_cast<uint64_t>(slots[i]);
     const bool goes_on = i != 0 && slots[i] == slots[i - 1] + 1 && slot % tables->group_slots != 0;
     runs += goes_on ? 0 : 1;
-    ++index->pins[slot];
     index->access[slot] = uses;
     if (index->hits != nullptr && index->hits[slot] != UINT16_MAX) ++index->hits[slot];
-    sequences[i] = index->sequence[slot];
+    sequences[i] = number_of(index, slot);
     const bool is_unproven = index->state[slot] != index->ready_min;
-    const bool has_digests = index->has_digests[slot] != 0;
+    const bool has_digests = (index->sequence[slot] & kTuttiDigestsBit) != 0;
     const bool is_wanted = has_digests && (verify != 0 || is_unproven);
     const uint64_t* known = is_wanted ? cached_digests(tables, slot) : nullptr;
     const bool is_known = known != nullptr;
@@ -240,12 +290,13 @@ int64_t tutti_index_unpin(tutti_index* index, const int64_t* slots, uint64_t n) 
   return static_cast<int64_t>(n);
 }
 
-uint64_t tutti_pins_take(uint32_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
+uint64_t tutti_pins_take(uint16_t* kept, const int64_t* slots, uint64_t n, uint64_t room,
                          uint32_t last, uint64_t* fresh_out) {
   uint64_t fresh = 0;
   uint64_t taken = 0;
   for (; taken < n; ++taken) {
-    uint32_t& mentions = kept[slots[last != 0 ? n - 1 - taken : taken]];
+    uint16_t& mentions = kept[slots[last != 0 ? n - 1 - taken : taken]];
+    if (mentions == UINT16_MAX) break;
     if (mentions == 0) {
       if (fresh == room) break;
       ++fresh;
@@ -256,7 +307,7 @@ uint64_t tutti_pins_take(uint32_t* kept, const int64_t* slots, uint64_t n, uint6
   return taken;
 }
 
-uint64_t tutti_pins_give_back(uint32_t* kept, const int64_t* slots, uint64_t n) {
+uint64_t tutti_pins_give_back(uint16_t* kept, const int64_t* slots, uint64_t n) {
   uint64_t freed = 0;
   for (uint64_t i = 0; i < n; ++i) freed += --kept[slots[i]] == 0 ? 1 : 0;
   return freed;
@@ -292,25 +343,24 @@ int64_t tutti_index_insert(tutti_index* index, const tutti_insertion* insertion)
   }
   int64_t inserted = 0;
   Key block[kBlock];
-  uint64_t homes[kBlock];
+  Place places[kBlock];
   for (uint64_t begin = 0; begin < n; begin += kBlock) {
     const uint64_t count = n - begin < kBlock ? n - begin : kBlock;
     for (uint64_t i = 0; i < count; ++i) block[i] = load_key(in.keys, begin + i);
-    prefetch_block(index, block, count, homes);
+    prefetch_block(index, block, count, places);
     for (uint64_t i = 0; i < count; ++i) {
-      const uint64_t position = probe(index, block[i], homes[i]);
-      const uint32_t existing = index->table[position];
+      const uint64_t position = probe(index, block[i], places[i]);
+      const uint32_t existing = slot_at(index, position);
       const uint64_t row = begin + i;
       in.existing[row] = wide(existing);
       if (existing != kTuttiNoSlot) continue;
       const auto slot = static_cast<uint64_t>(slots[row]);
       index->keys[2 * slot] = block[i].low;
       index->keys[2 * slot + 1] = block[i].high;
-      index->table[position] = static_cast<uint32_t>(slot);
+      index->table[position] = places[i].tag | static_cast<uint32_t>(slot);
       index->state[slot] = static_cast<uint8_t>(in.state);
-      index->sequence[slot] = in.sequence[row];
+      index->sequence[slot] = in.sequence[row] | (in.has_digests[row] != 0 ? kTuttiDigestsBit : 0);
       index->depth[slot] = in.depth[row];
-      index->has_digests[slot] = in.has_digests[row];
       index->access[slot] = in.access != nullptr ? in.access[row] : in.uses;
       ++inserted;
     }

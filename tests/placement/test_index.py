@@ -248,9 +248,9 @@ def test_insert_writes_the_columns_of_new_keys_only() -> None:
         has_digests=np.array([True, True, True]),
     )
     assert answer.tolist() == [MISSING, 1, 4]
-    assert index.sequence[[4, 5, 6]].tolist() == [20, 0, 0]
+    assert index.sequence(as_slots(4, 5, 6)).tolist() == [20, 0, 0]
     assert index.depth[[1, 4]].tolist() == [1, 3]
-    assert index.has_digests.tolist() == [slot == 4 for slot in range(8)]
+    assert index.has_digests(np.arange(8)).tolist() == [slot == 4 for slot in range(8)]
     assert index.state[[4, 5, 6]].tolist() == [SlotState.WRITING, SlotState.FREE, SlotState.FREE]
 
 

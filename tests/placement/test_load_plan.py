@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from placement.test_index import as_slots, filled, make_keys
 
+from tutti.errors import CapacityError
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index, SlotState
 from tutti.placement.load_plan import LoadPlanner
@@ -36,10 +37,23 @@ def test_a_load_pins_all_of_its_keys_or_none() -> None:
     assert loads.begin(make_keys([]), verify=True).slots.size == 0
 
 
+def test_an_object_with_as_many_transfers_as_can_be_counted_is_missed() -> None:
+    index = filled(8, 3)
+    loads, _, _ = planner(index)
+    index.pins[1] = 0xFFFE
+    with pytest.raises(LookupError, match="3"):
+        loads.begin(make_keys([0, 1, 0, 1]), verify=True)
+    with pytest.raises(CapacityError, match="try again"):
+        index.pin(as_slots(0, 1))
+    assert index.pins.tolist() == [0, 0xFFFE, 0, 0, 0, 0, 0, 0]
+    index.pin(as_slots(1))
+    assert index.pins[1] == 0xFFFF
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_digests_are_copied_where_they_are_known_and_wanted(verify: bool) -> None:
     index = filled(8, 3)
-    index.has_digests[:5] = True
+    index._numbers[:5] |= np.uint64(1 << 63)
     index.insert(as_slots(4), make_keys([9]), 7, 0, state=SlotState.UNPROVEN, has_digests=True)
     loads, history, digests = planner(index)
     written = np.arange(12, dtype=np.uint64).reshape(4, LAYERS)

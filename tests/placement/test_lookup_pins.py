@@ -12,7 +12,7 @@ from tutti.placement.lookup_pins import LookupPins
 
 def made(slots: int = 16, *, lookups: int = 3, slots_max: int | None = None) -> LookupPins:
     most = slots if slots_max is None else slots_max
-    return LookupPins(np.zeros(slots, np.uint32), lookups=lookups, slots_max=most)
+    return LookupPins(np.zeros(slots, np.uint16), lookups=lookups, slots_max=most)
 
 
 def slots(*numbers: int) -> np.ndarray:
@@ -112,3 +112,12 @@ def test_a_slot_that_is_named_again_takes_no_more_room() -> None:
     assert kept(holds) == [0, 1, 2]
     assert holds.pin("a", slots(0, 5, 0, 4, 4, 5, 3), last=True) == 4, "and the last three"
     assert kept(holds) == [3, 4, 5]
+
+
+def test_a_slot_has_no_more_pins_than_can_be_counted() -> None:
+    holds = made()
+    holds._kept[2] = 0xFFFE
+    assert holds.pin("a", slots(1, 2, 3)) == 3
+    assert holds.pin("b", slots(1, 2, 3)) == 1
+    holds.release("a")
+    assert holds.pin("b", slots(1, 2, 3)) == 3

@@ -396,3 +396,24 @@ def test_expired_objects_give_their_blocks_back(
             assert time.monotonic() < deadline_s, store.stats()
             time.sleep(0.05)
         assert len(store) == 0
+
+
+def test_an_object_takes_64_bytes_of_memory_at_most(tmp_path: Path) -> None:
+    layout = KVLayout.mha(1, 1, 64, 64, "bfloat16", model="test-model")
+    format_pool(str(tmp_path / "pool"), layout, 128 << 20)
+    with tutti.open(str(tmp_path / "pool"), layout=layout, profile=None) as store:
+        memory, keys = store.allocate_memory(1), tutti.chain_keys(layout.fingerprint, range(64), 64)
+        store.put(keys, [0], memory=memory).wait(10.0)
+        store.load(keys, [0], memory=memory).wait(10.0)
+        assert store.stats()["eviction"] == "mq"
+        core = store._core
+        arrays = [*vars(core.index).items(), *vars(core.history).items()]
+        # The others are the sizes of namespaces and of gaps, whatever the pool's size.
+        of_slots = sum(
+            # What takes no memory yet has a stride of 0; `key` is a view of another.
+            array.shape[0] * array.strides[0]
+            for name, array in arrays
+            if isinstance(array, np.ndarray) and name not in {"key", "tenant_slots", "_gaps"}
+        )
+        assert of_slots / core.index.slots == store.stats()["index_nbytes_per_object"] <= 64
+        assert core.index.slots > 1000 and core.index.hits[0] == 1

@@ -246,7 +246,7 @@ def test_a_call_that_gets_no_thread_is_a_typed_error(
 
 
 def test_pins_count_right_after_any_interrupt() -> None:
-    kept = np.zeros(16, np.uint32)
+    kept = np.zeros(16, np.uint16)
     pins = LookupPins(kept, lookups=3, slots_max=12)
     rng = np.random.default_rng(0)
 

@@ -55,7 +55,7 @@ class Outgoing:
         index = self._store._core.index
         with self._store._core.lock:
             slots = index.find(own)
-            same = index.sequence[slots] == [record["sequence"] for _, record in found]
+            same = index.sequence(slots) == [record["sequence"] for _, record in found]
         # An object that was stored anew meanwhile may have other bytes than its record told.
         return own if same.all() and (slots != MISSING).all() else own[:0]
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import Keys, Mask, Slots
+from tutti.base.arrays import U64, Keys, Mask, Slots
+from tutti.errors import CapacityError
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, NativeInsertion, address, quick
 
@@ -25,6 +26,9 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
+PINS_MAX = 0xFFFF  # of one slot
+
+_DIGESTS = np.uint64(1 << 63)  # above a sequence number
 
 
 class SlotState(IntEnum):
@@ -68,9 +72,9 @@ class Index:
     """Keys, states and pins of `slots` slots.
 
     Public arrays, shape (slots,), to be read freely and written only by the methods:
-    `state` u8, `pins` u32 (transfers in flight), `kept` u32 (pins, written
-    by `LookupPins`), `sequence` u64, `access` u32 (the use that last reached it), `depth` u32
-    (pages before it in its chain), `has_digests` bool; and `key`, shape (slots, 16) u8.
+    `state` u8, `pins` u16 (transfers in flight), `kept` u16 (pins, written
+    by `LookupPins`), `access` u32 (the use that last reached it), `depth` u32
+    (pages before it in its chain); and `key`, shape (slots, 16) u8.
     Arrays of the catalogue, which take no memory until one slot has a value other than 0: `pinned`
     bool (until `unpin`), `tenant` u16 (a namespace), `hits` u16 (loads, at most 65535) and
     `expiry` u32 (Unix time in units of 64 s, 0 for never).
@@ -89,14 +93,13 @@ class Index:
         self._words = np.zeros((slots, 2), np.uint64)
         self.key: Keys = self._words.view(np.uint8)
         self.state = np.full(slots, SlotState.FREE, np.uint8)
-        self.pins = np.zeros(slots, np.uint32)
-        self.kept = np.zeros(slots, np.uint32)
-        self.sequence = np.zeros(slots, np.uint64)
+        self.pins = np.zeros(slots, np.uint16)
+        self.kept = np.zeros(slots, np.uint16)
+        self._numbers = np.zeros(slots, np.uint64)
         self.access = np.zeros(slots, np.uint32)
         self.depth = np.zeros(slots, np.uint32)
-        self.has_digests = np.zeros(slots, np.bool_)
-        # At most half full, so that probes stay short.
-        self._table = np.full(2 * slots, NO_SLOT, np.uint32)
+        # At most two thirds full, so that probes stay short, and never full.
+        self._table = np.full(max(slots + 1, 3 * slots // 2), NO_SLOT, np.uint32)
         self.native = NativeIndex(
             keys=address(self._words),
             table=address(self._table),
@@ -104,13 +107,13 @@ class Index:
             pins=address(self.pins),
             access=address(self.access),
             depth=address(self.depth),
-            sequence=address(self.sequence),
-            has_digests=address(self.has_digests),
+            sequence=address(self._numbers),
             slots=slots,
             entries=self._table.size,
             seed=secrets.randbits(64) if seed is None else seed,
             ready_min=SlotState.READY,
             ready_max=SlotState.UNPROVEN,
+            slot_mask=(1 << slots.bit_length()) - 1,
         )
         self._handle = ctypes.byref(self.native)
         self._clear_catalogue()
@@ -118,8 +121,8 @@ class Index:
     @property
     def nbytes_per_slot(self) -> float:
         """Memory of all arrays over the number of slots."""
-        arrays = (self._words, self.state, self.pins, self.kept, self.sequence)
-        more = (self.access, self.depth, self.has_digests, self._table)
+        arrays = (self._words, self.state, self.pins, self.kept, self._numbers)
+        more = (self.access, self.depth, self._table)
         listed = (self.pinned, self.tenant, self.hits, self.expiry)
         # The stride of an array that takes no memory is 0.
         return sum(len(a) * a.strides[0] for a in (*arrays, *more, *listed)) / self.slots
@@ -144,6 +147,15 @@ class Index:
         found = slots[slots != MISSING]
         self.access[found] = self.uses
         return slots
+
+    def sequence(self, slots: Slots) -> U64:
+        """Numbers of the objects in slots, shape (n,)."""
+        return self._numbers[slots] & ~_DIGESTS
+
+    def has_digests(self, slots: Slots) -> Mask:
+        """For every slot, which must own a key, whether its object has digests, shape (n,)."""
+        mask: Mask = self._numbers[slots] >= _DIGESTS
+        return mask
 
     def find(self, keys: Keys) -> Slots:
         """The slot of every key in whatever state, or MISSING; shape (n,). Not an access."""
@@ -219,7 +231,6 @@ class Index:
         removed = quick().tutti_index_remove(self._handle, address(slots), slots.size)
         assert removed == len(slots), "a slot was given twice"
         self.state[slots] = state
-        self.has_digests[slots] = False
         self.describe(slots)
         self._set("hits", slots, 0)
 
@@ -263,15 +274,22 @@ class Index:
         held = np.flatnonzero(_OWNS_KEY[self.state]).astype(np.int64)
         self._table.fill(NO_SLOT)
         self._words.fill(0)
-        self.has_digests.fill(0)
         self._clear_catalogue()
         self.state[self.state != SlotState.QUARANTINED] = SlotState.FREE
         return held
 
     def pin(self, slots: Slots) -> None:
-        """Counts a transfer in flight on every slot given; a slot given twice counts twice."""
+        """Counts a transfer in flight on every slot given; a slot given twice counts twice.
+
+        Raises CapacityError where one could have more than PINS_MAX; then nothing was counted.
+        """
         self._check_slots(slots)
         assert _OWNS_KEY[self.state[slots]].all(), "a slot without a key cannot be transferred"
+        if int(self.pins[slots].max(initial=0)) + slots.size > PINS_MAX:
+            raise CapacityError(
+                f"an object has about {PINS_MAX} transfers in flight, the most that can be; try"
+                " again when some have ended"
+            )
         np.add.at(self.pins, slots, 1)
 
     def unpin(self, slots: Slots) -> None:
@@ -310,7 +328,8 @@ class Index:
     def check_integrity(self) -> None:
         """Asserts that the table and the arrays agree; for tests, O(slots)."""
         owners = np.flatnonzero(_OWNS_KEY[self.state])
-        mapped = np.sort(self._table[self._table != NO_SLOT]).astype(np.int64)
+        entries = self._table[self._table != NO_SLOT]
+        mapped = np.sort(entries & np.uint32(self.native.slot_mask)).astype(np.int64)
         assert np.array_equal(mapped, owners), "the table and the states disagree"
         assert np.array_equal(self.find(self.key[owners]), owners), "a key is not found"
         others = ~_OWNS_KEY[self.state]

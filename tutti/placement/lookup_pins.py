@@ -19,13 +19,13 @@ from tutti.native import address, quick
 class LookupPins:
     """Pins by holder: one request, or one unnamed look-up.
 
-    kept: u32 (slots,), how often holders name a slot; it counts as busy above 0.
+    kept: u16 (slots,), how often holders name a slot, 65535 times at most; busy above 0.
     lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
     slots_max: what all holders may keep together.
     changes: counts what may have made slots free or busy.
     """
 
-    def __init__(self, kept: npt.NDArray[np.uint32], *, lookups: int, slots_max: int) -> None:
+    def __init__(self, kept: npt.NDArray[np.uint16], *, lookups: int, slots_max: int) -> None:
         assert lookups > 0, "a hold has to end"
         self._kept = kept
         self._lookups = lookups

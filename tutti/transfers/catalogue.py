@@ -241,7 +241,7 @@ class Catalogue(Owned):
             if (bad := np.flatnonzero(job.page_status)).size:
                 raise MediumError(f"{bad.size} records cannot be read; check the device")
             digests = np.zeros((slots.size, core.layers), np.uint64)
-            keys, sequences = core.index.key[slots], core.index.sequence[slots]
+            keys, sequences = core.index.key[slots], core.index.sequence(slots)
             right = self._table.check(block, slots, keys, sequences, digests) != 0
             return slots[right], self._table.content(block, slots.size)[right]
         finally:

@@ -103,14 +103,14 @@ def _entries_of(core: Core) -> Entries:
     entries = np.zeros(slots.size, SNAPSHOT_ENTRY_DTYPE)
     entries["slot"] = slots
     entries["key"] = index.key[slots]
-    entries["sequence"] = index.sequence[slots]
+    entries["sequence"] = index.sequence(slots)
     entries["depth"] = index.depth[slots]
     # The order of accesses is what counts; one use stands for one unit of time.
     age = np.minimum(index.uses - index.access[slots].astype(np.int64), core.now_64s())
     entries["access_64s"] = core.now_64s() - age
     quarantined = index.state[slots] == SlotState.QUARANTINED
     entries["state"] = np.where(quarantined, RecordState.QUARANTINED, RecordState.READY)
-    entries["flags"] = np.where(index.has_digests[slots], FLAG_DIGESTS, 0)
+    entries["flags"] = np.where(index.has_digests(slots) & ~quarantined, FLAG_DIGESTS, 0)
     entries["flags"] |= np.where(index.pinned[slots], FLAG_PINNED, 0).astype(np.uint8)
     entries["expiry_64s"] = index.expiry[slots]
     entries["tenant"] = index.tenant[slots]
@@ -221,7 +221,7 @@ def _take_over(core: Core, reclaimer: Reclaimer, entries: Entries, proven: bool)
     lost_rows = order[taken != MISSING]
     losers = slots[lost_rows]
     winners = taken[taken != MISSING]
-    even = winners[index.sequence[winners] == entries["sequence"][lost_rows]]
+    even = winners[index.sequence(winners) == entries["sequence"][lost_rows]]
     unprovable = np.zeros(0, np.int64)
     if not proven:
         unprovable = slots[order][(taken == MISSING) & ~has_digests[order]]
