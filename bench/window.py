@@ -41,6 +41,7 @@ _GROUP = 64
 _GROUPS = 4
 _LBA_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
+_LATE_NS = 100_000  # about how much later than asked a sleep ends: this much is spent awake
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Milliseconds from submission to the first and to the last layer, and of waiting for them."""
+    """Milliseconds from submission to the first layer, the last one, and its computation."""
 
     first_ms: float
     whole_ms: float
-    waited_ms: float = 0.0
+    computed_ms: float
 
 
 class Reader:
@@ -100,7 +101,11 @@ class Reader:
     def move(
         self, opcode: int, group: int, first: int, pages: int, compute_ms: float = 0
     ) -> LoadTimes:
-        """Moves `pages` slots of a group, waiting `compute_ms` after each layer that is ready."""
+        """Moves `pages` slots of a group, and computes with each layer for `compute_ms`.
+
+        A computation begins when its layer is there and the one before has ended, as on a GPU: no
+        late end of a sleep delays one.  A layer that was waited for is there when the wait returns.
+        """
         # Page i of a group is on member i % members; the first page on each, and their number.
         heads = first + np.arange(min(self._members, pages))
         counts = -(-(first + pages - heads) // self._members)
@@ -121,22 +126,22 @@ class Reader:
             priority=PRIORITY_LOAD if opcode == OPCODE_READ else PRIORITY_STORE,
             layer_ns=ready,
         )
-        waited_ms = 0.0
+        computed_ns = 0
         for layer in range(self._layers if compute_ms else 0):
-            begin = time.perf_counter()
+            was_ready = int(ready[layer])
             job.wait_layers(layer + 1, _TIMEOUT_S)
-            waited_ms += (time.perf_counter() - begin) * 1e3
-            _compute(compute_ms)
+            begun_ns = max(was_ready or time.monotonic_ns(), computed_ns)
+            computed_ns = begun_ns + int(compute_ms * 1e6)
+            if (left_ns := computed_ns - time.monotonic_ns()) > _LATE_NS:
+                time.sleep((left_ns - _LATE_NS) / 1e9)
+            while time.monotonic_ns() < computed_ns:  # bounded by _LATE_NS
+                pass
         if not job.wait_released(_TIMEOUT_S) or (report := job.report()).status:
             raise MediumError("a transfer failed or took a minute; look at the kernel's log")
         first_ns, last_ns = int(ready[0]), int(ready[-1])
         begin_ns = int(report.submitted_ns)
-        return LoadTimes((first_ns - begin_ns) / 1e6, (last_ns - begin_ns) / 1e6, waited_ms)
-
-
-def _compute(duration_ms: float) -> None:
-    """Stands in for the model: it sleeps, so that it takes no processor from the engine."""
-    time.sleep(duration_ms / 1e3)
+        to_ms = [max(0, at_ns - begin_ns) / 1e6 for at_ns in (first_ns, last_ns, computed_ns)]
+        return LoadTimes(*to_ms)
 
 
 def slots_of(members: int) -> int:
@@ -301,27 +306,20 @@ class _Bench:
 
     def loop(self, pages: int, factor: float) -> dict[str, Any]:
         """Waiting in all against max(I/O, computation) + the first layer."""
-        layers = self._args.layers
         layer_ms = pages * self._slice_nbytes / self._rate
+        compute_ms = self._args.layers * factor * layer_ms
         totals: dict[str, list[float]] = {name: [] for name in self._readers}
         over: list[float] = []
-        computed: list[float] = []
         for _ in range(max(3, self._args.rounds // 3)):
             plain = self._load("found", pages)
-            for name in self._readers:
-                begin = time.perf_counter()
-                loaded = self._load(name, pages, factor * layer_ms)
-                total_ms = (time.perf_counter() - begin) * 1e3
-                totals[name].append(total_ms)
-                if name == "found":
-                    compute_ms = total_ms - loaded.waited_ms
-                    computed.append(compute_ms / layers / layer_ms)
-                    over.append(total_ms / (max(plain.whole_ms, compute_ms) + plain.first_ms))
+            bound_ms = max(plain.whole_ms, compute_ms) + plain.first_ms
+            for name, times in totals.items():
+                times.append(self._load(name, pages, factor * layer_ms).computed_ms)
+            over.append(totals["found"][-1] / bound_ms)
         return {
             "pages": pages,
             "factor": factor,
-            "slept_factor": median(computed),  # a sleep ends later than asked
-            "layers": layers,
+            "layers": self._args.layers,
             "total_ms": {name: median(times) for name, times in totals.items()},
             "over_bound": bootstrap_median(over).to_dict(),
         }
