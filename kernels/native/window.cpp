@@ -33,16 +33,18 @@ void Window::delivered(u64 now_ns, u64 nbytes) {
     is_settling_ = left_ != 0;
     settle_ = kResume;
     last_ns_ = now_ns;
+    is_counted_ = false;
     return;
   }
   if (now_ns == last_ns_) {  // ended together with others: counted if they are
-    if (sample_ns_ != 0) sample_nbytes_ += nbytes;
+    if (is_counted_) sample_nbytes_ += nbytes;
     return;
   }
   if (sample_nbytes_ >= this->nbytes() && !end_sample()) return;
   sample_nbytes_ += nbytes;
   sample_ns_ += now_ns - last_ns_;
   last_ns_ = now_ns;
+  is_counted_ = true;
 }
 
 // Draws a conclusion; false when the window has changed.

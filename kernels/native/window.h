@@ -63,6 +63,7 @@ class Window {
   u64 left_ = 0;    // bytes until the sample begins or goes on:
   u64 settle_ = 1;  // a window, or this part of one where the window has not changed
   u64 last_ns_ = 0;
+  bool is_counted_ = false;  // what was delivered then
   u64 sample_nbytes_ = 0;  // delivered while the window was full, over several transfers
   u64 sample_ns_ = 0;
   u64 rate_ = 0;

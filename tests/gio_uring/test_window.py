@@ -199,6 +199,7 @@ def test_layers_do_not_all_come_at_the_end_of_a_drive_that_serves_them_together(
         assert ready[0] <= 1.5 * (layer_ns + command_ns), pages
         assert ready[LAYERS // 8 - 1] <= 0.5 * ready[-1], pages
     assert rig.load(PAGES)[-1] <= deep.load(PAGES)[-1] / 0.93
+    assert rig.engine.windows()[0].rate[0] <= RATE
 
 
 def test_a_command_that_never_ends_does_not_stop_the_drive(make) -> None:  # type: ignore[no-untyped-def]
