@@ -11,7 +11,8 @@ constexpr u64 kIdleNs = 200'000'000;         // a sleeping thread wakes this oft
 constexpr u32 kShare = 8;                    // of the window is owed to stores, one part in so many
 constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kAheadNs = 1'000'000'000;      // how much later what nothing waits for is due
-constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once
+constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once, and
+                                             // of commands that may end at about the same time
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
 constexpr u64 kOpeningNs = 200'000'000;  // how long one command may keep all others waiting
 
@@ -116,7 +117,7 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
   const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
                            << config.iocb.lba_shift;
-  const u64 nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;  // this thread's part
+  const u64 nbytes = part->layer_nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
   part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   const u64 past_ns = part->next / part->n_runs * part->interval_ns;
@@ -177,7 +178,7 @@ Part* ServiceThread::pick() {
 
 bool ServiceThread::issue(u64 now, u64 clock_ns) {
   bool any = false;
-  is_full_ = false;
+  is_full_ = waits_for_group_ = false;
   while (finished_.size() < 2 * qp_->depth) {
     Part* part = pick();
     if (part == nullptr) {
@@ -190,7 +191,7 @@ bool ServiceThread::issue(u64 now, u64 clock_ns) {
     const Iocb& io = job.config.iocb;
     const u64 nbytes = job.has_pages ? static_cast<u64>(job.runs[run].nlb) << io.lba_shift : 0;
     const u32 kind = nbytes == 0 ? kind_ : kind_of(io.opcode, nbytes);
-    const u32 cid = is_full(*part, kind, nbytes) ? kNoCid : cid_acquire(qp_);
+    const u32 cid = is_full(part, kind, nbytes) ? kNoCid : cid_acquire(qp_);
     is_full_ = cid == kNoCid;
     if (is_full_) break;
     Command command;
@@ -245,6 +246,7 @@ bool ServiceThread::send(u32 cid, const Command& command) {
   commands_[cid].is_alone = active_.empty();
   if (active_.size() == 1) commands_[active_.front()].is_alone = false;
   active_.push_back(cid);
+  ++part->in_flight;
   inflight_nbytes_ += command.nbytes;
   if (config.priority >= kStores) inflight_late_ += command.nbytes;
   count(kCommands, 1);
@@ -263,6 +265,7 @@ void ServiceThread::reap(u64 clock_ns) {
     reaped += n;
   }
   if (reaped == 0) return;
+  const bool is_long = active_.size() > 1 && inflight_nbytes_ >= kShortNbytes;
   size_t kept = 0;
   for (u32 cid : active_) {
     const u32 word = completion(qp_, cid);
@@ -273,6 +276,7 @@ void ServiceThread::reap(u64 clock_ns) {
     const Command command = commands_[cid];
     if (command.timed_out) controller_->late_ended(*qp_, cid);
     cid_release(qp_, cid);
+    --command.part->in_flight;
     inflight_nbytes_ -= command.nbytes;
     if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;
     const Completed completed = {command.layer, command.run, word & ~kCompleted};
@@ -282,6 +286,9 @@ void ServiceThread::reap(u64 clock_ns) {
     } else {  // once the drive has its next commands
       finished_.push_back({command.part, completed});
     }
+  }
+  if (is_long && kept < active_.size()) {
+    together_ = together_ - together_ / 8 + (kept == 0 ? kAlways / 8 : 0);
   }
   active_.resize(kept);
   publish_windows();

@@ -30,13 +30,16 @@ struct Part {
   std::list<Part>::iterator itself;  // in ServiceThread::parts_
   std::vector<u32> runs;             // indices of the job's runs, in order; empty: all of them
   u32 n_runs = 0;
-  u64 next = 0;  // command, layer-major
+  u64 next = 0;       // command, layer-major
+  u64 group_end = 0;  // those before it are issued together
   u64 n_commands = 0;
-  u64 order = 0;        // of arrival
-  u64 due_ns = 0;       // of layer 0
-  u64 interval_ns = 0;  // from layer to layer
-  u64 blocked_ns = 0;   // since when the mover is behind
+  u64 order = 0;         // of arrival
+  u64 due_ns = 0;        // of layer 0
+  u64 interval_ns = 0;   // from layer to layer
+  u64 layer_nbytes = 0;  // of this thread's part
+  u64 blocked_ns = 0;    // since when the mover is behind
   u32 outstanding = 0;
+  u32 in_flight = 0;                // of these, those that the drive has
   bool is_ahead = false;            // nothing waited for its layers when it was last listed
   bool is_due = false;              // counted in ServiceThread::loads_due_
   std::vector<Completed> deferred;  // finished, but the gate is closed
@@ -90,6 +93,7 @@ class ServiceThread {
   // Commands of a direction and of about one size share a window.
   static constexpr u32 kSizes = 4;
   static constexpr u32 kKinds = 2 * kSizes;
+  static constexpr u32 kAlways = 256;
   static u32 kind_of(u32 opcode, u64 nbytes);
 
   void loop();
@@ -101,7 +105,11 @@ class ServiceThread {
   void relist(Part* part);
   Window& window_of(u32 kind) { return windows_[loads_due_ != 0 ? 1 : 0][kind]; }
   u64 window(u32 kind);
-  bool is_full(const Part& part, u32 kind, u64 nbytes);
+  bool is_full(Part* part, u32 kind, u64 nbytes);
+  bool comes_in_groups(const Part& part) const;
+  void begin_group(Part* part, u32 kind, u64 nbytes);
+  bool reports_together() const { return together_ > kAlways / 2; }
+  u64 alone_ns(u32 kind) const;
   void start_windows();
   void interrupt(u32 kind);
   bool issue(u64 now, u64 clock_ns);
@@ -139,6 +147,7 @@ class ServiceThread {
   u64 opening_nbytes_ = 0;     // moved since
   u64 opening_rate_ = 0;       // bytes per second, of such loads
   u32 n_openings_ = 0;         // such loads
+  u32 together_ = 0;           // how often all commands in flight are reported at once, of kAlways
   bool wants_alone_ = false;   // one of its commands, to see how long it takes
   u64 alone_ns_[kKinds] = {};  // time of a command with no other in flight
   std::vector<Finished> finished_;
@@ -149,8 +158,9 @@ class ServiceThread {
   Part::Turns held_;                // likewise, once their submitter does
   u64 mover_ns_ = 0;
   u64 order_ = 0;
-  u32 loads_due_ = 0;     // parts with layers that are waited for
-  bool is_full_ = false;  // the window, when issuing ended
+  u32 loads_due_ = 0;             // parts with layers that are waited for
+  bool is_full_ = false;          // the window, when issuing ended
+  bool waits_for_group_ = false;  // likewise: it is not the window that is full
   u64 next_check_ns_ = 0;
   Window windows_[2][kKinds];  // while no layer is waited for, and while one is
   u32 kind_ = 0;               // of the last command

@@ -48,18 +48,62 @@ void ServiceThread::interrupt(u32 kind) {
 // Whether the next command of a part has to wait for one that is in flight.  Drives may report
 // commands only once the last one of those in flight has ended, so a load that finds a drive idle
 // begins with its first layer, or with about what the drive moves in the time that a command alone
-// takes, and goes on with that and three times what is there already.
-bool ServiceThread::is_full(const Part& part, u32 kind, u64 nbytes) {
-  if (part.job->config.priority == kRecords || active_.empty()) return false;
-  if (opening_ != nullptr && fixed_window_ == 0) {
+// takes, and goes on with that and three times what is there already.  A drive that was seen to do
+// that gets little beyond the first layer, and then more: each group costs a pause.  There a load
+// whose layers are consumed goes on with groups that arrive when they are needed.
+bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
+  if (part->job->config.priority == kRecords) return false;
+  const bool is_grouped = fixed_window_ == 0 && comes_in_groups(*part);
+  if (is_grouped && part->in_flight == 0) begin_group(part, kind, nbytes);
+  if (active_.empty()) return false;
+  if (is_grouped) {
+    waits_for_group_ = part->next >= part->group_end;
+  } else if (fixed_window_ == 0 && opening_ != nullptr) {
     if (wants_alone_) return true;
-    const bool is_first = &part == opening_ && part.next < part.n_runs;
-    u64 alone_ns = alone_ns_[kind];
-    if (alone_ns == 0) alone_ns = *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
-    const u64 most = opening_rate_ / 1000 * alone_ns / 1'000'000 + 3 * opening_nbytes_;
-    if (!is_first && inflight_nbytes_ + nbytes > most) return true;
+    const bool is_first = part == opening_ && part->next < part->n_runs;
+    const u64 alone_nbytes = opening_rate_ / 1000 * alone_ns(kind) / 1'000'000;
+    u64 most = alone_nbytes + 3 * opening_nbytes_;
+    if (reports_together()) {
+      const bool has_begun = opening_nbytes_ >= 2 * alone_nbytes;
+      most = has_begun ? ~u64{0} : alone_nbytes / 2 + 4 * opening_nbytes_;
+    }
+    waits_for_group_ = !is_first && inflight_nbytes_ + nbytes > most;
   }
+  if (waits_for_group_) return true;
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
+}
+
+// Whether a thread consumes a load's layers, the drive has no other load to mix with it, and
+// commands that are in flight together delay each other's reports.
+bool ServiceThread::comes_in_groups(const Part& part) const {
+  const Job& job = *part.job;
+  return reports_together() && opening_rate_ != 0 && job.config.priority == kLoads &&
+         loads_due_ <= 1 && job.consumer.asked() != 0 && part.layer_nbytes != 0;
+}
+
+// Nothing of the part is in flight.
+void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
+  const Job& job = *part->job;
+  const u32 ready = static_cast<u32>(part->next / part->n_runs);
+  const u64 kilo_rate = std::max(window_of(kind).rate(), opening_rate_) / 1000 + 1;
+  const u64 command_ns = nbytes * 1'000'000 / kilo_rate;
+  const u64 layer_ns = part->layer_nbytes * 1'000'000 / kilo_rate;
+  const u64 pause_ns = std::max(alone_ns(kind), command_ns) - command_ns;
+  const u64 pace_ns = job.consumer.pace_ns();
+  u32 layers = 1;
+  if (pace_ns != 0) {
+    const u64 busy_ns = job.consumer.busy_ns(ready, clock_ns());
+    layers = layers_at_once(job.n_layers - ready, busy_ns, layer_ns, pause_ns, pace_ns);
+  }
+  const u32 asked = std::min(job.consumer.asked(), job.n_layers);
+  layers = std::max(layers, asked - std::min(asked, ready));
+  part->group_end = static_cast<u64>(ready + layers) * part->n_runs;
+}
+
+// How long a command of this kind takes with no other in flight.
+u64 ServiceThread::alone_ns(u32 kind) const {
+  if (alone_ns_[kind] != 0) return alone_ns_[kind];
+  return *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
 }
 
 // A command that failed ends an opening like any other, but says nothing about the drive's speed.
@@ -85,6 +129,8 @@ void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
     const u64 rate = opening_nbytes_ * 1'000'000 / took_us;
     if (status == kOk) opening_rate_ = std::max(opening_rate_, rate);
     if (opening_nbytes_ >= window(command.kind)) opening_ = nullptr;
+  } else if (waits_for_group_) {
+    interrupt(command.kind);
   } else if (is_full_) {
     window_of(command.kind).delivered(clock_ns, command.nbytes);
   }

@@ -162,13 +162,22 @@ int Engine::wait(u64 timeout_ns, Ready ready) {
   return ok ? 0 : -ETIMEDOUT;
 }
 
+// The controllers' clock; 0 once they may be gone.
+u64 Engine::clock_ns() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return exited_ ? 0 : threads_[0]->clock_ns();
+}
+
 int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
   if (job->ahead && job->ahead.exchange(false)) attend();
+  job->consumer.asks(layers, clock_ns());
   const auto ready = [&] {
     if (layers < job->waited) job->waited = layers;  // before the look: pairs with notify
     return job->layers_ready >= layers || job->done;
   };
-  return ready() ? 0 : wait(timeout_ns, ready);
+  const int result = ready() ? 0 : wait(timeout_ns, ready);
+  if (result == 0) job->consumer.gets(layers, clock_ns());
+  return result;
 }
 
 int Engine::wait_released(const Job* job, u64 timeout_ns) {

@@ -6,6 +6,7 @@
 // workers, or by the service thread when none of them is free.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -113,6 +114,44 @@ struct Completed {
   u32 status;
 };
 
+// Who waits for a job's layers, one or a few at a time, and computes with them in between.
+// Written by the thread that waits, read by service threads.
+class Consumer {
+ public:
+  // It waits for `layers` from now on.
+  void asks(u32 layers, u64 now_ns) {
+    if (layers <= asked_) return;
+    if (has_ != 0) busy_ns_ += now_ns - has_ns_;
+    if (has_ != 0) pace_ns_ = busy_ns_ / (layers - first_);
+    asked_ = layers;
+  }
+  void gets(u32 layers, u64 now_ns) {
+    if (layers <= has_) return;
+    if (has_ == 0) first_ = layers;
+    has_ns_ = now_ns;
+    has_ = layers;
+  }
+  u32 asked() const { return asked_; }
+  // How long it takes with a layer, on average; 0 while that is not known.
+  u64 pace_ns() const { return pace_ns_; }
+  // How long it still takes with the first `ready` layers.
+  u64 busy_ns(u32 ready, u64 now_ns) const {
+    const u32 has = has_;
+    const u64 next_ns = pace_ns_ * (ready - std::min(ready, has));
+    if (asked_ > has) return next_ns;  // it waits, or is about to have them
+    const u64 end_ns = has_ns_ + pace_ns_;
+    return next_ns + end_ns - std::min(end_ns, now_ns);
+  }
+
+ private:
+  std::atomic<u32> asked_{0};  // layers, the most
+  std::atomic<u32> has_{0};
+  std::atomic<u64> has_ns_{0};
+  std::atomic<u64> pace_ns_{0};
+  std::atomic<u64> busy_ns_{0};  // since it got its first
+  std::atomic<u32> first_{0};    // layers
+};
+
 struct Next;
 
 // Everything that service threads and workers need for a job is allocated by its submitter: they
@@ -136,7 +175,8 @@ struct Job {
   std::atomic<bool> cancel{false};
   std::atomic<u32> layers_ready{0};
   std::atomic<u32> waited{~0u};  // the fewest layers ready that were waited for
-  std::atomic<bool> ahead;       // nothing has waited for its layers yet
+  Consumer consumer;
+  std::atomic<bool> ahead;  // nothing has waited for its layers yet
   std::atomic<u32> status{0};
   std::atomic<bool> done{false};
   std::atomic<bool> released{false};
@@ -207,6 +247,7 @@ class Engine {
   void digest_slice(Job* job, u32 layer, u32 page_index);
   void tell_layers(Job* job, u32 from, u32 to);
   void report(Job* job);
+  u64 clock_ns();
   void end(Job* job);
   void attend();
   void notify(const Job* job);

@@ -119,4 +119,19 @@ void Window::choose_base() {
   while (curve[base_] < share_ * best) ++base_;  // bounded by the best one
 }
 
+u32 layers_at_once(u32 left, u64 busy_ns, u64 layer_ns, u64 pause_ns, u64 pace_ns) {
+  const double layer = static_cast<double>(std::max<u64>(layer_ns, 1));
+  const double pause = static_cast<double>(pause_ns), pace = static_cast<double>(pace_ns);
+  const double in_time = (static_cast<double>(busy_ns) - pause) / layer;
+  for (u32 layers = 1; layers < left; ++layers) {
+    double covered = layers, group = layers;
+    while (covered < left && group >= 1) {  // bounded: each group has a layer
+      group = (group * pace - pause) / layer;
+      covered += group;
+    }
+    if (layers + 1 > in_time && covered >= left) return layers;
+  }
+  return left;
+}
+
 }  // namespace gio

@@ -64,10 +64,16 @@ class Window {
   u64 settle_ = 1;  // a window, or this part of one where the window has not changed
   u64 last_ns_ = 0;
   bool is_counted_ = false;  // what was delivered then
-  u64 sample_nbytes_ = 0;  // delivered while the window was full, over several transfers
+  u64 sample_nbytes_ = 0;    // delivered while the window was full, over several transfers
   u64 sample_ns_ = 0;
   u64 rate_ = 0;
   u64 samples_ = 0;
 };
+
+// A drive that reports commands only once all of those in flight have ended pauses for pause_ns
+// with each group of layers; a layer takes it layer_ns and the consumer pace_ns.  Returns how many
+// of the `left` layers to issue together: as many as arrive while the consumer still has others for
+// busy_ns, or the fewest from which each group can come while the consumer is at the one before.
+u32 layers_at_once(u32 left, u64 busy_ns, u64 layer_ns, u64 pause_ns, u64 pace_ns);
 
 }  // namespace gio
