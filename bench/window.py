@@ -198,7 +198,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                     loops.append(bench.loop(pages, factor))
                     bar.advance(1)
         windows = {name: _window_of(reader) for name, reader in readers.items()}
-    result = {
+    return {
         "benchmark": "window",
         "source": "measured",
         "rows": rows,
@@ -211,7 +211,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "members": len(places),
         "machine": describe(medium_of(args)),
     }
-    return {**result, "groupings": groupings_of(result)}
 
 
 def _window_of(reader: Reader) -> dict[str, Any]:
@@ -307,76 +306,46 @@ class _Bench:
     def loop(self, pages: int, factor: float) -> dict[str, Any]:
         """Waiting in all against max(I/O, computation) + the first layer."""
         layer_ms = pages * self._slice_nbytes / self._rate
-        compute_ms = self._args.layers * factor * layer_ms
+        layers = self._args.layers
+        compute_ms = layers * factor * layer_ms
+        # A group's own time is what a command alone takes beyond its bytes.
+        group_ms = max(0.0, self.single_ms - self._slice_nbytes / self._rate)
         totals: dict[str, list[float]] = {name: [] for name in self._readers}
         over: list[float] = []
+        possible: list[float] = []
         for _ in range(max(3, self._args.rounds // 3)):
             plain = self._load("found", pages)
             bound_ms = max(plain.whole_ms, compute_ms) + plain.first_ms
             for name, times in totals.items():
                 times.append(self._load(name, pages, factor * layer_ms).computed_ms)
             over.append(totals["found"][-1] / bound_ms)
+            possible.append(least_ms(layers, group_ms, layer_ms, factor * layer_ms) / bound_ms)
         return {
             "pages": pages,
             "factor": factor,
-            "layers": self._args.layers,
+            "layers": layers,
             "total_ms": {name: median(times) for name, times in totals.items()},
             "over_bound": bootstrap_median(over).to_dict(),
+            "possible": median(possible),  # of over_bound
         }
 
 
-def groupings(
-    layers: int, group_ms: float, layer_ms: float, compute_ms: float, first_max_ms: float
-) -> list[tuple[float, float]]:
-    """The best of all ways to load layers in 1, 2, ... groups, by calculation.
+def least_ms(layers: int, group_ms: float, layer_ms: float, compute_ms: float) -> float:
+    """The time of a loop over all layers, with the best of all ways to load them in groups.
 
     A group of b layers takes group_ms + b * layer_ms and is there as a whole, then the next begins;
-    each layer computes for compute_ms.  Groupings whose first group comes after first_max_ms are
-    left out.  Returns (rate over that of one group, least total over max(I/O, computation) + first
-    group) for each number of groups; inf where none is left.
+    each layer computes for compute_ms.
     """
     count = np.arange(layers + 1)
     later = np.where(count[:, None] > count, (count[:, None] - count) * compute_ms, np.inf)
-    whole_ms = count * group_ms + layers * layer_ms
-    over = np.full(layers + 1, np.inf)
-    for head in range(1, layers + 1):
-        first_ms = group_ms + head * layer_ms
-        if first_ms > first_max_ms:
-            break
-        # done_ms[n]: when n layers have computed, at best, the last of them in this group.
-        done_ms = np.full(layers + 1, np.inf)
-        done_ms[head] = first_ms + head * compute_ms
-        for groups in range(1, layers + 1):
-            bound_ms = max(whole_ms[groups], layers * compute_ms) + first_ms
-            over[groups] = min(over[groups], done_ms[layers] / bound_ms)
-            arrived_ms = (groups + 1) * group_ms + count * layer_ms
-            done_ms = (np.maximum(done_ms, arrived_ms[:, None]) + later).min(axis=1)
-    return [(float(whole_ms[1] / whole_ms[n]), float(over[n])) for n in range(1, layers + 1)]
-
-
-def groupings_of(result: dict[str, Any]) -> list[dict[str, float | None]]:
-    """For each computation: what loads of one page can reach of two bars, if the other is kept.
-
-    A group's own time is what a command alone takes beyond one more layer of the fixed window.
-    """
-    fixed = [r for r in result["rows"] if r["pages"] == 1 and r["window"] == "fixed"]
-    layers, single_ms = result["layers"], result["single_command_ms"]
-    if not fixed or layers < 2:
-        return []
-    [row] = fixed
-    layer_ms = (row["whole_ms"]["median"] - single_ms) / (layers - 1)
-    group_ms = max(0.0, single_ms - layer_ms)
-    found: list[dict[str, float | None]] = []
-    for loop in result["loops"]:
-        if loop["pages"] == 1:
-            compute_ms = loop["factor"] * layer_ms
-            latest_ms = FIRST_BAR * row["bound_ms"]
-            ways = groupings(layers, group_ms, layer_ms, compute_ms, latest_ms)
-            overs = [over for rate, over in ways if rate >= RATE_BAR and over < np.inf]
-            rates = [rate for rate, over in ways if over <= LOOP_BAR]
-            best = {"over_bound": min(overs, default=None), "rate": max(rates, default=None)}
-            found.append({"factor": loop["factor"], "group_ms": group_ms, **best})
-    return found
+    # done_ms[n]: when n layers have computed, at best, the last of them in this group.
+    done_ms = np.where(count == 0, 0.0, np.inf)
+    best = np.inf
+    for groups in range(1, layers + 1):
+        arrived_ms = groups * group_ms + count * layer_ms
+        done_ms = (np.maximum(done_ms, arrived_ms[:, None]) + later).min(axis=1)
+        best = min(best, float(done_ms[layers]))
+    return best
 
 
 def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
@@ -409,18 +378,16 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             f"{LOOP_BAR}): {worst['over_bound']['median']:.2f}, at {worst['pages']} pages and a "
             f"computation of {worst['factor']:g} times a layer's I/O"
         )
-    if ways := groupings_of(result):
-        factors = ", ".join(f"{one['factor']:g}" for one in ways)
-        overs, rates = (
-            ", ".join("none" if one[name] is None else f"{one[name]:.2f}" for one in ways)
-            for name in ("over_bound", "rate")
-        )
-        notes.append(
-            f"calculated, 1 page in groups of layers that cost {ways[0]['group_ms']:.2f} ms each, "
-            f"its first layer in time: where a layer computes {factors} times its I/O, groupings "
-            f"with {RATE_BAR} of the rate have at least {overs} of the bound, and those within "
-            f"{LOOP_BAR} of it at most {rates} of the rate"
-        )
+        for pages in sorted({loop["pages"] for loop in result["loops"]}):
+            loops = [loop for loop in result["loops"] if loop["pages"] == pages]
+            factors = ", ".join(f"{loop['factor']:g}" for loop in loops)
+            reached = ", ".join(f"{loop['over_bound']['median']:.2f}" for loop in loops)
+            possible = ", ".join(f"{loop['possible']:.2f}" for loop in loops)
+            notes.append(
+                f"{pages} pages, computations of {factors} times a layer's I/O: {reached}; "
+                f"calculated, the best of all groups of whole layers, with this drive's pause for "
+                f"each: {possible}"
+            )
     window = result["windows"]["found"]["window_nbytes"] / MiB
     return [
         *notes,
