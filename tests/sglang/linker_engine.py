@@ -175,9 +175,9 @@ class Rig:
     def load(self, names: Sequence[str], pages: Sequence[int], rid: str = "r") -> bool:
         return self.linker.load(rid, [transfer(names, pages)])
 
-    def restore(self, names: Sequence[str], pages: Sequence[int]) -> bool:
+    def restore(self, names: Sequence[str], pages: Sequence[int], rid: str = "r") -> bool:
         """One batch of one load; False as well if a read-ahead has found that it cannot be had."""
-        if not self.load(names, pages):
+        if not self.load(names, pages, rid):
             return False
         return self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading())
 

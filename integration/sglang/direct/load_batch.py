@@ -17,7 +17,7 @@ import torch
 
 from tutti.base.arrays import Keys
 from tutti.base.process import Owned
-from tutti.errors import DeviceTimeout
+from tutti.errors import DeviceTimeout, MediumError
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
@@ -253,6 +253,10 @@ class LoadBatch(Owned):
             self._ended = True
         with self._planning:
             self._abandoned = True  # what was not planned by now never is
+        if isinstance(self.error, MediumError):
+            # All of the damage is removed when the reads are over: a retry must not find it again.
+            for read in [read for plan in self._plans for read in (*plan.ahead, *plan.fresh)]:
+                read.wait_over(self._deadline_s)
         left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
         safe = self._copier is None or self._copier.wait_over(left)
         for plan in self._plans if safe else ():

@@ -159,6 +159,9 @@ class ReadAhead(Owned):
         found: dict[int, tuple[Read, int]] = {}
         users: dict[int, _Staged] = {}
         with self._changed:
+            for staged in self._staged:
+                if staged.listed and staged.read.has_failed:  # the thread is yet to find out
+                    self._unlist(staged)
             if not self._by_key:
                 return found
             for row, key in enumerate(keys):

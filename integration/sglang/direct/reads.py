@@ -51,6 +51,12 @@ class Read:
         """Monotonic; the end of the medium's part, and the beginning until then."""
         return (self._ticket._read_s() if self._ticket is not None else 0.0) or self._settled_s
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether some of it is known to be wrong."""
+        ticket = self._ticket
+        return self.error is not None or (ticket is not None and ticket.failed().size > 0)
+
     def start(self) -> None:
         """Submits the read, on a thread that may wait; a failure is raised to waiters."""
         pool = self.stored_pool.loads.memory if self.staged else self.stored_pool.memory
