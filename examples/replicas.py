@@ -24,7 +24,8 @@ PAGES = 8
 def replica(socket: str, name: str) -> None:
     """Loads what is there of one prompt, computes and stores the rest."""
     keys = keys_of(prompt(1, PAGES))
-    with tutti.connect(socket, LAYOUT, capacity="64MiB") as store:
+    # A server would rather compute than wait; what this shows must not depend on a busy machine.
+    with tutti.connect(socket, LAYOUT, capacity="64MiB", lookup_timeout_s=30.0) as store:
         memory = store.allocate_memory(PAGES)
         hits = store.match(keys, pin=True)
         if hits:
@@ -59,7 +60,9 @@ def main(folder: str) -> None:
         for name in ("replica 0", "replica 1"):
             process = get_context("spawn").Process(target=replica, args=(socket, name))
             process.start()
-            process.join(60)
+            process.join(300)
+            if process.exitcode != 0:
+                sys.exit(f"{name} ended with {process.exitcode}")
     finally:
         agent.terminate()
         agent.wait(60)

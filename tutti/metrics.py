@@ -65,6 +65,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "deallocated_bytes": ("deallocated_nbytes", "bytes of removed objects that were given back"),
     "commands": ("commands", "NVMe commands"),
     "timeouts": ("timeouts", "commands that did not end in time"),
+    "missed_calls": ("missed_calls", "look-ups of a client that the agent did not answer"),
+    "lost_pages": ("lost_pages", "pages of a client's puts that the agent did not answer"),
     "cpu_seconds": ("engine_cpu_s", "CPU time of the engine's threads"),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {

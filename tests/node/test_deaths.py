@@ -234,7 +234,9 @@ def test_a_put_does_not_wait_for_an_agent_that_hangs(
         end([agent])
 
 
-def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: int) -> None:
+def test_an_agent_that_hangs_is_a_miss_after_the_deadline(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
@@ -255,6 +257,9 @@ def test_an_agent_that_hangs_is_a_miss_after_the_deadline(tmp_path: Path, seed: 
             assert fresh.match(keys) == 0
             assert store.match(keys) == 0
             assert store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S).dropped == 2
+            counts = store.stats()
+            assert (counts["missed_calls"], counts["lost_pages"]) == (1, 2)
+            assert caplog.text.count("no answer within 0.2 s") == 2, "each store says so once"
             wakes.cancel()
             agent.send_signal(signal.SIGCONT)
             wait_until(lambda: store.match(keys) == 8)

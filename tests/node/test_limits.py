@@ -133,7 +133,9 @@ def test_a_peer_whose_groups_cannot_be_read_is_told_why() -> None:
         listener._groups_of(os.getpid())
 
 
-def test_a_connection_too_many_fails_one_call(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_connection_too_many_fails_one_call(
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
     options = {"connections_max": 2, "hello_s": WAIT_S}
     with running(tmp_path / "agent", **options) as agent, agent.connect() as store:
         store.allocate_memory(4)
@@ -146,6 +148,9 @@ def test_a_connection_too_many_fails_one_call(tmp_path: Path, rng: np.random.Gen
             assert not store.present(keys).any()
             assert store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 4
             assert store.connected
+            counts = store.stats()
+            assert (counts["missed_calls"], counts["lost_pages"]) == (2, 4)
+            assert caplog.text.count("a call got no connection to the agent") == 1
         wait_until(lambda: store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 0)
         assert store.match(keys) == 4
         assert store.stats()["reconnects"] == 0

@@ -251,8 +251,11 @@ class AgentSession:
             self._report(Moved(job.job, packed_status(status)))
 
     @uninterrupted()
-    def fail(self) -> None:
-        """The agent is lost: nothing is planned any more, and waiting puts hear of it."""
+    def fail(self, error: BaseException | None = None) -> None:
+        """The agent is lost: nothing is planned any more, and waiting puts hear of it.
+
+        error: why, if the session was not closed; logged once.
+        """
         with self._lock:
             if self.lost:
                 return
@@ -260,6 +263,8 @@ class AgentSession:
             callbacks, self._puts = list(self._puts.values()), {}
             settles, self._settles = self._settles, []
             self._quiet.notify_all()
+        if error is not None and not self._closing.locked():
+            _log.warning("%s; look-ups miss and puts are dropped until it answers", error)
         self._calls.close()
         self._reports.shut_down()
         for event in settles:
@@ -336,8 +341,7 @@ class AgentSession:
                 with self._send_lock:
                     self._reports.send(moved, self._send_s)
         except TuttiError as error:
-            _log.debug("a report was not sent: %s", error)
-            self.fail()
+            self.fail(error)
         finally:
             with self._lock:
                 self._moving -= 1
@@ -375,8 +379,7 @@ class AgentSession:
                         event = self._settles.pop(0) if self._settles else threading.Event()
                     event.set()
         except TuttiError as error:
-            if not self.lost:
-                _log.warning("%s", error)
+            self.fail(error)
         finally:
             self.fail()
 

@@ -90,8 +90,8 @@ class NodeStore(Owned, Store):
                 schedule=schedule,
             )
             self._state = state = ClientState(self.geometry, self.config)
-            writer, loader = ClientWriter(self._kept, state), ClientLoader(self._kept, state)
-            self._queue = TransferQueue(state, writer, loader, schedule)
+            self._writer, loader = ClientWriter(self._kept, state), ClientLoader(self._kept, state)
+            self._queue = TransferQueue(state, self._writer, loader, schedule)
         except BaseException:
             self._kept.close(welcome.timeout_s)
             raise
@@ -226,6 +226,7 @@ class NodeStore(Owned, Store):
             "connected": int(self.connected),
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
+            "lost_pages": self._writer.lost_pages,
             "profile": OFF if self.config.schedule is None else self.config.schedule.source,
             "scheduler": {} if self.scheduler is None else self.scheduler.counters(),
         }

@@ -54,6 +54,7 @@ class ClientWriter:
         self._kept, self._state = kept, state
         self.batch_pages = kept.need().welcome.batch_pages
         self.active = self.finished = 0
+        self.lost_pages = 0  # of puts, which the agent did not answer
         self.batch_ended: Callable[[], object] = lambda: None
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
@@ -70,6 +71,8 @@ class ClientWriter:
             try:
                 # Of a chain nothing is stored behind what was dropped.
                 if session is None or progress.is_cut:
+                    if session is None or progress.is_lost:
+                        self._lost(progress, rows.size - start)
                     progress.is_cut = True
                     progress.outcome[rows[start:]] = Outcome.DROPPED
                     break
@@ -92,6 +95,7 @@ class ClientWriter:
         with contextlib.suppress(AgentLost, AgentRefused):
             plan = session.plan(message, self._state.plan_timeout_s)
         if plan is None:
+            self._lost(progress, rows.size)
             progress.is_cut = True
             _fill(progress, rows, None)
             return
@@ -104,6 +108,7 @@ class ClientWriter:
 
         def over(written: Written | None) -> None:
             if written is None:  # the plan is void: what waits for its turn is not written
+                self._lost(progress, rows.size)
                 for job in held:
                     job.cancel()
             _fill(progress, rows, written)
@@ -130,6 +135,11 @@ class ClientWriter:
                 held.append(transfer)
                 if session.lost:
                     transfer.cancel()
+
+    def _lost(self, progress: PutProgress, pages: int) -> None:
+        progress.is_lost = True
+        with self._state.lock:
+            self.lost_pages += pages
 
 
 class ClientLoader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -30,6 +31,8 @@ from tutti.node.messages import (
     read_reply,
 )
 from tutti.profiles.at_open import Speeds
+
+_log = logging.getLogger(__name__)
 
 _RECEIVE_NBYTES = 64 << 10
 _IDLE_MAX = 8
@@ -187,14 +190,14 @@ class Connections:
     on_lost: called, maybe repeatedly, when an answer was lost or makes no sense.
     """
 
-    def __init__(self, path: str, session: bytes, on_lost: Callable[[], None]) -> None:
+    def __init__(self, path: str, session: bytes, on_lost: Callable[[TuttiError], None]) -> None:
         self._path = path
         self._session = session
         self._on_lost = on_lost
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._was_refused = False
 
     def request(self, message: Message, timeout_s: float) -> Any:
         """See Connection.request; no request waits for another's answer.
@@ -207,7 +210,7 @@ class Connections:
         except TuttiError as error:
             self._give_back(connection)
             if isinstance(error, AgentLost | AgentRefused):
-                self._on_lost()
+                self._on_lost(error)
             raise
         except BaseException:  # the answer may still come: it must not be another request's
             connection.close()
@@ -229,8 +232,13 @@ class Connections:
             except BaseException:
                 connection.close()
                 raise
-        except AgentLost:
-            self._on_lost()
+        except AgentLost as error:
+            self._on_lost(error)
+            raise
+        except AgentRefused as error:
+            if not self._was_refused:  # each such call is a miss; the first is logged
+                _log.warning("a call got no connection to the agent: %s", error)
+            self._was_refused = True
             raise
         self._keep(connection)
         return connection

@@ -174,6 +174,7 @@ class KeptSession:
                     session.register(memory)
                 self.session = session
                 self.reconnects += 1
+            _log.info("connected to the agent at %s again", self._path)
         except BaseException:
             session.close(self._timeout_s)
             raise

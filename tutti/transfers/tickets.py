@@ -123,7 +123,7 @@ class PutProgress:
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
     refusal: what the pool raised when a part of the put was started.
     slots: of pages that came before others of the put.  is_cut: there was no space for all,
-    or a limit (cut_by) keeps the rest from being written.
+    or a limit (cut_by) keeps the rest from being written.  is_lost: an agent did not answer.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PutProgress:
         self.status: U32 = np.zeros(keys, np.uint32)
         self.refusal: TuttiError | None = None
         self.slots: list[Slots] = []
-        self.is_cut = False
+        self.is_cut = self.is_lost = False
         self.cut_by: Limit | None = None
 
     def is_done(self) -> bool:
