@@ -6,9 +6,11 @@ import _thread
 import gc
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -265,6 +267,18 @@ def test_pins_count_right_after_any_interrupt() -> None:
         assert pins.count == np.count_nonzero(expected)
 
     assert at_every_instruction(use, after) > 100
+
+
+def test_a_call_reaches_a_thread_that_was_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its caller finds out a second later."""
+    monkeypatch.setattr(interrupts, "_LINGER_S", 0.0)
+    inbox: queue.SimpleQueue[interrupts._Call] = queue.SimpleQueue()  # a caller took it
+    call = interrupts._Call(int)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(interrupts._next, inbox)
+        time.sleep(0.1)
+        inbox.put(call)
+        assert found.result() is call
 
 
 def test_a_latch_wakes_all_waiters_after_any_interrupt() -> None:

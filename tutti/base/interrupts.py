@@ -258,8 +258,9 @@ def _serve(inbox: queue.SimpleQueue[_Call]) -> None:
 def _next(inbox: queue.SimpleQueue[_Call]) -> _Call | None:
     with contextlib.suppress(queue.Empty):
         return inbox.get(timeout=_LINGER_S)
-    with contextlib.suppress(ValueError):
+    try:
         _idle.remove(inbox)
-    with contextlib.suppress(queue.Empty):  # it may have come meanwhile
-        return inbox.get_nowait()
+    except ValueError:  # a caller took it, and is about to put its call
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=_LOOK_S)
     return None
