@@ -50,7 +50,13 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.places import shared_node
-from tutti.pool.pool_format import Paths, format, format_missing, member_names
+from tutti.pool.pool_format import (
+    Paths,
+    format,
+    format_missing,
+    member_names,
+    warn_of_capacity,
+)
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.catalogue import Catalogue
@@ -379,7 +385,8 @@ def open(
     they were labelled for it by ``tutti format --for-server``.  The pool's threads and its memory
     are on the NUMA node of its drives, if sysfs names one for all.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
-    model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB".
+    model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB"; a pool that
+    is there keeps its size, and a difference is logged.
     verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
     executor: "auto", "uring" or "threads".
     profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
@@ -416,6 +423,8 @@ def open(
             f"{names[0]} has another layout: {found}; open it with that layout, or format another"
             " pool"
         )
+    if capacity is not None:
+        warn_of_capacity(names, capacity, store.geometry)
     return store
 
 

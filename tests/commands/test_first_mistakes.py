@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tutti import cli, store
@@ -208,6 +209,32 @@ def test_the_pool_of_another_model(tmp_path: Path) -> None:
 def test_an_array_in_place_of_a_layout() -> None:
     with pytest.raises(ConfigError, match="layout has type bytearray; give a KVLayout"):
         HostMemory.from_buffer(bytearray(4096), LAYOUT, 1)  # type: ignore[arg-type]
+
+
+def test_memory_of_another_element_size() -> None:
+    wide = np.zeros(LAYOUT.object_nbytes, np.float32)
+    layers = [[wide] * len(LAYOUT.segments)] * LAYOUT.layers
+    for make in (
+        lambda: HostMemory.from_buffer(LAYOUT, wide, 1),
+        lambda: HostMemory.from_layers(LAYOUT, layers, 1),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"elements have 4 bytes, the layout's have 2 .*uint8"
+        ):
+            make()
+    for right in (wide.view(np.uint8), wide.view(np.float16)):
+        assert HostMemory.from_buffer(LAYOUT, right, 1).pages == 1
+
+
+@pytest.mark.parametrize("capacity", ["32MiB", "8MiB", 1])
+def test_a_capacity_that_the_pool_does_not_have(
+    tmp_path: Path, capacity: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        store.open(tmp_path / "p", LAYOUT, "16MiB").close()
+    assert "capacity" not in caplog.text
+    store.open(tmp_path / "p", LAYOUT, capacity).close()
+    assert "a pool keeps its size; to change it, close it and run `tutti resize`" in caplog.text
 
 
 def test_a_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.memory import HostBuffer, address_of, view_at
-from tutti.medium.layout import KVLayout
+from tutti.medium.layout import KVLayout, itemsize_nbytes
 
 #: Orders of one buffer.  The letters name the axes from the slowest to the fastest: segment (K, V
 #: or the latent), layer, page, token.
@@ -90,9 +90,10 @@ class HostMemory(Owned):
         order: LAYER_FIRST (default) or PAGE_FIRST_DIRECT; token-major layouts are PAGE_FIRST.
         The segments follow one another, each as one array in that order.
         Raises ConfigError for no pages, and when the buffer is too small, read-only or not
-        contiguous.
+        contiguous, or has elements of another size than the layout's.  Bytes suit every layout.
         """
         order = _check_order(layout, order)
+        _check_elements(layout, buffer)
         base, nbytes = address_of(buffer)
         need = pages * layout.object_nbytes
         if nbytes < need:
@@ -117,7 +118,7 @@ class HostMemory(Owned):
     ) -> HostMemory:
         """A pool in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
         as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
-        of buffers.
+        of buffers, or of their elements.
         """
         if len(buffers) != layout.layers:
             raise ConfigError(f"{len(buffers)} layers of buffers, the layout has {layout.layers}")
@@ -129,6 +130,7 @@ class HostMemory(Owned):
                     f"layer {layer} has {len(row)} buffers, the layout {len(layout.segments)}"
                 )
             for k, buffer in enumerate(row):
+                _check_elements(layout, buffer)
                 address, nbytes = address_of(buffer)
                 if nbytes < pages * layout.segments[k]:
                     raise ConfigError(
@@ -185,6 +187,19 @@ class HostMemory(Owned):
             for k, nbytes in enumerate(self.layout.segments):
                 self.segment(page, layer, k)[:] = source[start : start + nbytes]
                 start += nbytes
+
+
+def _check_elements(layout: KVLayout, buffer: Any) -> None:
+    """Raises ConfigError for a tensor or an array of another type than the layout's KV."""
+    size_of = getattr(buffer, "element_size", None)
+    nbytes = getattr(buffer, "itemsize", 1) if size_of is None else size_of()
+    want = itemsize_nbytes(layout.dtype)
+    if nbytes not in (1, want):
+        raise ConfigError(
+            f"the buffer's elements have {nbytes} bytes, the layout's have {want} ({layout.dtype});"
+            " make a layout of the buffer's dtype, or pass the memory as bytes:"
+            " tensor.view(torch.uint8), array.view(numpy.uint8)"
+        )
 
 
 def _check_order(layout: KVLayout, order: str | None) -> str:

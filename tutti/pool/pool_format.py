@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tutti.base.checks import flag, function, instance, one_of, optional, takes
-from tutti.base.units import parse_nbytes
+from tutti.base.units import format_nbytes, parse_nbytes
 from tutti.errors import (
+    CapacityError,
     ConfigError,
     MemberMissing,
     PoolExists,
@@ -42,6 +44,8 @@ from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
 from tutti.pool.places import check_distinct, check_free, exists
+
+_log = logging.getLogger(__name__)
 
 _TRIES = 3
 
@@ -138,6 +142,28 @@ def _claim(name: str, claims: contextlib.ExitStack) -> None:
         claims.callback(member.close)
     else:
         member.close()
+
+
+def warn_of_capacity(names: Sequence[str], capacity: int | str, geometry: Geometry) -> None:
+    """Logs that an open pool is not as large as a new one of this capacity would be."""
+    nbytes, members = parse_nbytes(capacity), len(names)
+    with contextlib.suppress(CapacityError):  # less than any pool has
+        new = Geometry.plan(
+            geometry,
+            nbytes // members,
+            lba_nbytes=geometry.lba_nbytes,
+            group_slots=geometry.group_slots,
+            members=members,
+        )
+        if new.groups == geometry.groups:
+            return
+    _log.warning(
+        "%s has %s, not the given capacity of %s: a pool keeps its size; to change it, close it and"
+        " run `tutti resize`",
+        names[0],
+        format_nbytes(members * geometry.member_nbytes),
+        format_nbytes(nbytes),
+    )
 
 
 def format_missing(
