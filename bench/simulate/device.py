@@ -127,9 +127,12 @@ class Device:
             if channel.waiting:
                 self._plan(channel)
 
-    def moved_nbytes(self, direction: str) -> int:
-        """Of transfers that ended."""
-        return self._lane(direction).moved_nbytes
+    def moved_nbytes(self, direction: str) -> float:
+        """So far, what was moved of a transfer that goes on included."""
+        self._settle()
+        channel = self._lane(direction)
+        begun_nbytes = channel.waiting[0].nbytes - channel.left if channel.waiting else 0.0
+        return channel.moved_nbytes + begun_nbytes
 
     def busy_s(self, direction: str) -> float:
         """How long there was work."""

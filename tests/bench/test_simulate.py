@@ -23,6 +23,7 @@ from tutti.bench.simulate.cluster import PREFIX, ROUND_ROBIN, Cluster, ClusterSh
 from tutti.bench.simulate.device import READ, WRITE, Device, Timeline
 from tutti.bench.simulate.hardware import SimulatedDrive, machine
 from tutti.bench.simulate.remote import FIRST, SECOND, Remote
+from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Synthetic, TraceRequest, generate
@@ -242,6 +243,25 @@ def test_a_device_moves_every_byte_and_never_faster(
         least_ns = nbytes / rate
         assert least_ns * 0.999 - 10 <= device.busy_s(direction) * 1e9
         assert device.busy_s(direction) * 1e9 <= least_ns * slower * 1.001 + 40
+
+
+def seconds_to_write(nbytes: int, parts: int) -> float:
+    """On a drive with a cache, in so many writes."""
+    drive, timeline = SimulatedDrive("test", 29e9, 12e9, 60, 2.5, ""), Timeline()
+    device = Device(timeline, drive.read_bytes_per_s, drive.write_bytes_per_s, drive.interference)
+    ended: list[int] = []
+    for _ in range(parts):
+        device.start(WRITE, nbytes // parts, lambda: ended.append(timeline.now_ns))
+    conditions = Conditions(drive, cache_nbytes=1.2e9)
+    conditions.follow(timeline, device, lambda: len(ended) < parts)
+    timeline.run(100_000)
+    return ended[-1] / 1e9
+
+
+def test_the_cache_of_a_drive_ends_within_one_write_as_between_many() -> None:
+    whole_s = seconds_to_write(12 * 10**9, 1)
+    assert whole_s == pytest.approx(seconds_to_write(12 * 10**9, 1000), rel=0.05)
+    assert whole_s > 3  # at full speed 1
 
 
 @pytest.mark.parametrize("pattern", ["reads", "both", "read in writes"])
