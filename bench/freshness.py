@@ -49,7 +49,6 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(*_TRANSFERS, *_RIG, _GPU, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
         *("bench/members.py", "bench/compare/paired.py"),
     ),
-    "commits": ("bench/compare/commits.py",),  # of the code, two fixed versions
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "decisions": (*_TRANSFERS, *_SLACK),
     "eviction": (

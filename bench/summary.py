@@ -41,7 +41,6 @@ from tutti.bench import (
     window,
 )
 from tutti.bench.charts import Bars, bars_svg
-from tutti.bench.compare import commits
 from tutti.bench.compare.run import members_note
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
@@ -268,7 +267,6 @@ def _simulate(result: dict[str, Any]) -> str:
 _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "agent": _table_of(agent),
     "bandwidth": _table_of(bandwidth),
-    "commits": _table_of(commits),
     "compare": _compare,
     "decisions": _table_of(decisions),
     "eviction": _table_of(eviction),

@@ -16,7 +16,6 @@ import pytest
 
 from tutti.base.terminal import progress
 from tutti.bench import freshness
-from tutti.bench.compare import commits
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
 from tutti.bench.compare.paired import ComparedSystem, Round
@@ -352,43 +351,3 @@ def test_a_result_that_make_bench_will_measure_has_its_place(tmp_path: Path) -> 
     (tmp_path / "index-latency.json").write_text(json.dumps(result))
     shown = render(waiting, tmp_path)
     assert "128K tokens: pages 2048, hash ms 1.5" in shown and NOT_MEASURED not in shown
-
-
-@pytest.fixture
-def checkouts(tmp_path: Path) -> list[str]:
-    """Two checkouts whose benches print results that are written here."""
-    folders = []
-    for name, speed in (("old", 2.0), ("new", 3.0)):
-        folder = tmp_path / name
-        (folder / ".venv/bin").mkdir(parents=True)
-        row = {"shape": "1x1KiB", "phase": "store", "gb_per_s": speed, "p50_ms": 0.0}
-        python = folder / ".venv/bin/python"
-        line = json.dumps({"rows": [row]})
-        python.write_text(f"#!/bin/sh\nwhile read -r _; do echo '{line}'; done\n")
-        python.chmod(0o755)
-        git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=b"]
-        subprocess.run([*git, "init", "-q"], check=True, timeout=60)
-        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", name], check=True, timeout=60)
-        folders.append(str(folder))
-    return folders
-
-
-def test_commits_are_compared_in_rounds_that_add_up(checkouts: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    command = [*checkouts, "bandwidth", "--dir", str(tmp_path), "--rounds", "2", "--out", str(out)]
-    assert commits.main(command) == commits.main(command) == 0
-    result = json.loads(out.read_text())
-    assert len(result["rounds"]) == 4
-    (row,) = (row for row in result["rows"] if row["name"] == "1x1KiB store gb_per_s")
-    assert (row["before"], row["after"]) == (2.0, 3.0)
-    assert row["ratio"]["median"] == 1.5 and row["noise"]["median"] == 1.0
-    assert "1.500" in render("<!-- result: out -->\n<!-- end -->", tmp_path)
-    assert commits.main([*reversed(checkouts), *command[2:]]) == 1, "other commits"
-    assert commits.main([str(tmp_path), *command[1:]]) == 1, "not a checkout"
-
-
-def test_what_a_checkout_is_asked_for_is_in_this_one() -> None:
-    names = commits._BANDWIDTH.partition("shape =")[0]
-    given: dict[str, object] = {}
-    exec(names, given)
-    assert {"Limit", "Workload", "temporary_pool"} <= given.keys()
