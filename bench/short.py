@@ -53,7 +53,7 @@ _WARM, _ROW = 10, 8
 _CALLS_NBYTES = 2 * GiB  # a 64th, which is kept free, has the pages of a put
 _MEMORY = Path("/dev/shm")
 _RECORD_NBYTES = 4096  # the block of a record
-_WAIT_S = 60.0
+_WAIT_S, _LIMIT_S = 60.0, 3600.0  # for a transfer, and for all of them
 #: Pools that take puts of one page, by options.
 _PUTS: dict[str, dict[str, Any]] = {
     "put": {},
@@ -86,9 +86,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     refuse(paths, why, lambda path: is_drive(path) or is_generic(path))
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar, ThreadPoolExecutor(1) as thread:
-        calls = thread.submit(_calls, in_memory, args.calls).result()
+        calls = thread.submit(_calls, in_memory, args.calls).result(_LIMIT_S)
         bar.advance(1)
-        page = thread.submit(_one_page, paths, args.rounds, args.capacity, args.force).result()
+        puts = thread.submit(_one_page, paths, args.rounds, args.capacity, args.force)
+        page = puts.result(_LIMIT_S)
         bar.advance(1)
     return {
         "benchmark": "short",
