@@ -14,7 +14,6 @@ constexpr u64 kAheadNs = 1'000'000'000;      // how much later what nothing wait
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once, and
                                              // of commands that may end at about the same time
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
-constexpr u64 kOpeningNs = 200'000'000;  // how long one command may keep all others waiting
 
 }  // namespace
 
@@ -119,6 +118,7 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
                            << config.iocb.lba_shift;
   const u64 nbytes = part->layer_nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
+  part->group_until_ns = monotonic_ns() + kOpeningNs;
   part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   const u64 past_ns = part->next / part->n_runs * part->interval_ns;
   part->is_ahead = part->job->ahead;
@@ -326,7 +326,7 @@ void ServiceThread::check_deadlines(u64 now) {
     opening_ = nullptr;  // the others go on
     return;
   }
-  if (late == 0 || late < active_.size() || !is_full_) return;
+  if (late == 0 || late < active_.size() || !is_full_ || waits_for_group_) return;
   for (const auto& ready : ready_) {  // the drive is stuck: nothing queued can be issued
     for (const Part::Turn& turn : ready) engine_->abandon(turn.part->job, kTimedOut);
   }

@@ -30,8 +30,9 @@ struct Part {
   std::list<Part>::iterator itself;  // in ServiceThread::parts_
   std::vector<u32> runs;             // indices of the job's runs, in order; empty: all of them
   u32 n_runs = 0;
-  u64 next = 0;       // command, layer-major
-  u64 group_end = 0;  // those before it are issued together
+  u64 next = 0;            // command, layer-major
+  u64 group_end = 0;       // those before it are issued together, and others not before
+  u64 group_until_ns = 0;  // all of them have ended, or then
   u64 n_commands = 0;
   u64 order = 0;         // of arrival
   u64 due_ns = 0;        // of layer 0
@@ -94,6 +95,7 @@ class ServiceThread {
   static constexpr u32 kSizes = 4;
   static constexpr u32 kKinds = 2 * kSizes;
   static constexpr u32 kAlways = 256;
+  static constexpr u64 kOpeningNs = 200'000'000;  // how long a load may keep all others waiting
   static u32 kind_of(u32 opcode, u64 nbytes);
 
   void loop();

@@ -115,17 +115,19 @@ struct Completed {
 };
 
 // Who waits for a job's layers, one or a few at a time, and computes with them in between.
-// Written by the thread that waits, read by service threads.
+// Written by threads that wait, read by service threads.
 class Consumer {
  public:
   // It waits for `layers` from now on.
   void asks(u32 layers, u64 now_ns) {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (layers <= asked_) return;
     if (has_ != 0) busy_ns_ += now_ns - has_ns_;
     if (has_ != 0) pace_ns_ = busy_ns_ / (layers - first_);
     asked_ = layers;
   }
   void gets(u32 layers, u64 now_ns) {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (layers <= has_) return;
     if (has_ == 0) first_ = layers;
     has_ns_ = now_ns;
@@ -144,6 +146,7 @@ class Consumer {
   }
 
  private:
+  std::mutex mutex_;           // of the writers
   std::atomic<u32> asked_{0};  // layers, the most
   std::atomic<u32> has_{0};
   std::atomic<u64> has_ns_{0};
