@@ -27,7 +27,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not list(tmp_path.iterdir()), "the pool is removed"
 
 
-@pytest.mark.parametrize(("kind", "most"), [("agents", 18), ("chat", 12), ("documents", 14)])
+@pytest.mark.parametrize(("kind", "most"), [("agents", 18), ("chat", 11), ("documents", 14)])
 def test_a_request_takes_few_decisions(kind: str, most: int) -> None:
     args = argparse.Namespace(requests=40, seed=1)
     timed = decisions._simulated(kind, args)

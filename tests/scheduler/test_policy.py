@@ -116,16 +116,6 @@ def test_what_was_begun_once_is_neither_copied_nor_dropped() -> None:
     assert more.drops == ("v",)
 
 
-def test_a_put_that_waits_behind_another_does_not_begin_and_is_copied_to_make_room() -> None:
-    scheduler = Scheduler(SlackPolicy(Limits(locked_pages=75, staged_pages=20)), Linear())
-    for number, pages in enumerate((50, 20)):  # the first takes 40 ms
-        name = f"w{number}"
-        scheduler.take(WriteKnown(number * MS, name, pages, page_nbytes=4 * MB, can_stop=True))
-    last = WriteKnown(2 * MS, "w2", pages=25, page_nbytes=4 * MB, can_stop=True)
-    decision = scheduler.take(last)
-    assert (decision.copy_outs, decision.drops) == (("w1",), ())
-
-
 @pytest.mark.parametrize("written", [40, 25])
 def test_a_write_that_stopped_may_have_been_under_way(written: int) -> None:
     scheduler = Scheduler(SlackPolicy(Limits(locked_pages=40, staged_pages=0)), Linear())

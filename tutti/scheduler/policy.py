@@ -154,21 +154,15 @@ class SlackPolicy:
         return Decision(reads) if reads else NOTHING
 
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
-        """Where no load waits.  Two bursts are in flight, so that the device is never idle.
-
-        Runs are longer, but what is behind ``write_burst_us`` of them does not begin: until then it
-        can be copied to make room.
-        """
+        """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
         factor = state.estimates.write.factor
         oldest = next(iter(state.unwritten.values()))
         burst_ns = self._run_ns if oldest.can_stop else self._idle_burst_ns
-        flying_ns = state.writing.flying_ns * factor
-        if flying_ns > burst_ns:
+        if state.writing.flying_ns * factor > burst_ns:
             return NOTHING
         if state.reading.flying and self._takes_turns(state):
             return NOTHING  # what flies was issued ahead; its end decides
-        begins_ns = (self._burst_ns - flying_ns) / factor if oldest.can_stop else math.inf
-        writes = writes_for(state.unwritten, burst_ns / factor, gone, begins_ns)
+        writes = writes_for(state.unwritten, burst_ns / factor, gone)
         return Decision((), writes) if writes else NOTHING
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:

@@ -5,8 +5,6 @@ gone: writes that the same decision copies or drops.
 
 from __future__ import annotations
 
-import math
-
 from tutti.scheduler.loads_and_writes import Write
 from tutti.scheduler.state import Issue
 
@@ -17,21 +15,13 @@ def first_write(unwritten: dict[str, Write], gone: tuple[str, ...]) -> Write | N
 
 
 def writes_for(
-    unwritten: dict[str, Write],
-    budget_ns: float,
-    gone: tuple[str, ...],
-    begins_ns: float = math.inf,
+    unwritten: dict[str, Write], budget_ns: float, gone: tuple[str, ...]
 ) -> tuple[Issue, ...]:
-    """Writes that the profile expects to take so long, one unit at least, the oldest first.
-
-    begins_ns: what is behind so much of them does not begin yet.
-    """
+    """Writes that the profile expects to take so long, one unit at least, the oldest first."""
     issues: list[Issue] = []
     for write in unwritten.values():
         if write.name in gone:
             continue
-        if begins_ns < 0 and not write.began:
-            break
         page_ns = write.write_ns or 1
         pages = write.whole_units(int(budget_ns // page_ns))
         if not pages and not issues:
@@ -39,7 +29,6 @@ def writes_for(
         if pages:
             issues.append(Issue(write.name, write.issued, pages))
         budget_ns -= pages * page_ns
-        begins_ns -= pages * page_ns
         if pages < write.pages - write.issued:
             break
     return tuple(issues)
