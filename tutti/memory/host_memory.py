@@ -130,7 +130,10 @@ class HostMemory(Owned):
                     f"layer {layer} has {len(row)} buffers, the layout {len(layout.segments)}"
                 )
             for k, buffer in enumerate(row):
-                _check_elements(layout, buffer)
+                if (
+                    len(set(layout.segments)) == 1
+                ):  # others, as scales, have a precision of their own
+                    _check_elements(layout, buffer)
                 address, nbytes = address_of(buffer)
                 if nbytes < pages * layout.segments[k]:
                     raise ConfigError(
@@ -194,7 +197,7 @@ def _check_elements(layout: KVLayout, buffer: Any) -> None:
     size_of = getattr(buffer, "element_size", None)
     nbytes = getattr(buffer, "itemsize", 1) if size_of is None else size_of()
     want = itemsize_nbytes(layout.dtype)
-    if nbytes not in (1, want):
+    if nbytes not in (1, want) and layout.dtype not in ("uint8", "int8"):
         raise ConfigError(
             f"the buffer's elements have {nbytes} bytes, the layout's have {want} ({layout.dtype});"
             " make a layout of the buffer's dtype, or pass the memory as bytes:"

@@ -127,8 +127,9 @@ class AgentSession:
         self._settle_reports(timeout_s)
         answer = self.request(Call(name, arguments), timeout_s)
         if not isinstance(answer, Answer):
-            self.fail()
-            raise AgentRefused("the agent's answer is not one to this request")
+            error = AgentRefused("the agent's answer is not one to this request")
+            self.fail(error)
+            raise error
         return answer.value
 
     def register(self, memory: HostMemory) -> None:
@@ -263,8 +264,6 @@ class AgentSession:
             callbacks, self._puts = list(self._puts.values()), {}
             settles, self._settles = self._settles, []
             self._quiet.notify_all()
-        if error is not None and not self._closing.locked():
-            _log.warning("%s; look-ups miss and puts are dropped until it answers", error)
         self._calls.close()
         self._reports.shut_down()
         for event in settles:
@@ -272,6 +271,9 @@ class AgentSession:
         for callback in callbacks:
             callback(None)
         self._on_lost()
+        if error is not None and not self._closing.locked():
+            with contextlib.suppress(Exception):  # a handler of the user's
+                _log.warning("%s; look-ups miss and puts are dropped until it answers", error)
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Waits until no transfer is under way and every put has its outcome."""

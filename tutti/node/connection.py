@@ -236,9 +236,10 @@ class Connections:
             self._on_lost(error)
             raise
         except AgentRefused as error:
-            if not self._was_refused:  # each such call is a miss; the first is logged
-                _log.warning("a call got no connection to the agent: %s", error)
-            self._was_refused = True
+            was_refused, self._was_refused = self._was_refused, True
+            if not was_refused:  # each such call is a miss; the first is logged
+                with contextlib.suppress(Exception):  # a handler of the user's
+                    _log.warning("a call got no connection to the agent: %s", error)
             raise
         self._keep(connection)
         return connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -174,10 +175,11 @@ class KeptSession:
                     session.register(memory)
                 self.session = session
                 self.reconnects += 1
-            _log.info("connected to the agent at %s again", self._path)
         except BaseException:
             session.close(self._timeout_s)
             raise
+        with contextlib.suppress(Exception):  # a handler of the user's
+            _log.info("connected to the agent at %s again", self._path)
 
 
 def _check_apart(memories: list[HostMemory]) -> None:
