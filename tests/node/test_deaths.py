@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -208,7 +209,11 @@ def test_a_plan_has_the_digests_that_were_still_to_be_read(
 def test_a_put_does_not_wait_for_an_agent_that_hangs(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No look-up runs meanwhile, which would find it."""
+    """No look-up runs meanwhile, which would find it.  Nor for a log handler that raises."""
+
+    def raising(record: logging.LogRecord) -> bool:
+        raise RuntimeError("on purpose")
+
     monkeypatch.setattr("tutti.node.agent_session._SEND_S", 0.0)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
@@ -225,6 +230,7 @@ def test_a_put_does_not_wait_for_an_agent_that_hangs(
             keys = some_keys(np.random.default_rng(seed), 4)
             with monkeypatch.context() as patch:
                 patch.setattr(AgentSession, "_report", stop_first)
+                patch.setattr(logging.getLogger("tutti.node.agent_session"), "filters", [raising])
                 ticket = store.put(keys, np.arange(4))
                 assert ticket.wait_ended(WAIT_S)
             assert not (ticket.outcome == Outcome.STORED).any()
