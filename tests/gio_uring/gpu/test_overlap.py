@@ -101,6 +101,54 @@ def test_slow_copies_choose_cross_and_a_slow_medium_intra(
         assert load(rig, keys, contents) == calls, "as it was chosen"
 
 
+def test_a_late_look_measures_the_whole_of_a_read(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        slow_copies(rig, monkeypatch)
+        watch = rig.gpu._loads.watch
+
+        def late(*arguments: Any) -> None:
+            time.sleep(PAUSE_S)  # the read is over by then
+            watch(*arguments)
+
+        monkeypatch.setattr(rig.gpu._loads, "watch", late)
+        for _ in range(LOADS):
+            load(rig, keys, contents)
+        (found,) = overlaps(rig).values()
+        fastest = sum(map(len, contents)) / PAUSE_S / 1e9
+        rates = [rate for way in ("intra", "cross") for rate in found[f"{way}_gb_per_s"]]
+        assert len(rates) == 2 * TRIALS
+        assert max(rates) < fastest, found
+
+
+def test_reads_that_are_over_at_the_first_look_are_no_trial(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        load(rig, keys, contents)  # the warm-up
+        watched: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.gpu._loads, "watch", lambda *arguments: watched.append(arguments))
+            memory_of(rig).set_faults(Faults(stall_from=2))
+            tickets = [rig.store.load(keys, list(pages)) for pages in (range(8, 16), range(16, 24))]
+            memory_of(rig).set_faults(None)
+            memory_of(rig).release()
+            for ticket in tickets:
+                ticket.wait(10)
+        for arguments in watched:
+            rig.gpu._loads.watch(*arguments)
+        wait_until(rig.gpu._loads.is_idle, "the reads are looked at")
+        (found,) = overlaps(rig).values()
+        assert len(found["intra_gb_per_s"]) == 1, "the first one's, whose start is known"
+
+
 def test_a_new_plan_of_residency_is_tried_again(seed: int, tmp_path: Path) -> None:
     rng, path = np.random.default_rng(seed), str(tmp_path / "pool.tutti")
     pool_format.format([path], LAYOUT, 16 << 20)

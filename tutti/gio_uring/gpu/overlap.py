@@ -31,7 +31,10 @@ GAIN = 2.0
 
 
 class _Trial:
-    """Measures one read, on the queue's thread: from its start, or the end of the read before."""
+    """Measures one read, on the queue's thread: from its start, or the end of the read before.
+
+    Where both reads are over at the first look, nobody knows when the second one began: no trial.
+    """
 
     def __init__(self, moved: MovedJob, before: MovedJob | None, began_s: float) -> None:
         self._moved, self._before = moved, before
@@ -44,12 +47,21 @@ class _Trial:
                 if not self._before.done:
                     return False
                 self._before, self._began_s = None, max(self._began_s, time.monotonic())
+                if self._moved.done:
+                    return True
             if not self._moved.done:
                 return False
             if not self._moved.page_status.any():
                 self.seconds = time.monotonic() - self._began_s
         except TuttiError:  # the waiters of the read get it
             pass
+        return True
+
+
+def _is_over(moved: MovedJob) -> bool:
+    try:
+        return moved.done
+    except TuttiError:  # the waiters of the read get it
         return True
 
 
@@ -89,8 +101,10 @@ class Overlaps(Owned):
                 self._choosers.clear()
             key = path, nbytes.bit_length()
             chooser = self._choosers.setdefault(key, PipelineChooser(GAIN))
+            last = None if self._last is None else self._last()
+        is_next = last is None or chooser.is_decided or _is_over(last)
         route = replace(route, overlap=chooser.overlap)
-        return route, partial(self._watch, chooser, nbytes, began_s)
+        return route, partial(self._watch, chooser, nbytes, began_s, last if is_next else None)
 
     def _follow(self, moved: MovedJob) -> MovedJob | None:
         """Notes the read that was given to the queue last; returns the one before."""
@@ -100,13 +114,21 @@ class Overlaps(Owned):
         return before
 
     def _watch(
-        self, chooser: PipelineChooser, nbytes: int, began_s: float, moved: MovedJob
+        self,
+        chooser: PipelineChooser,
+        nbytes: int,
+        began_s: float,
+        over: MovedJob | None,
+        moved: MovedJob,
     ) -> None:
-        """Measures a read while its chooser has trials left."""
+        """Measures a read while its chooser has trials left.
+
+        over: a read that was over when this one began.
+        """
         before = self._follow(moved)
         if chooser.is_decided:
             return
-        trial = _Trial(moved, before, began_s)
+        trial = _Trial(moved, None if before is over else before, began_s)
 
         def ended() -> None:
             with self._lock:
