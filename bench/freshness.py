@@ -36,6 +36,17 @@ _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 _SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
 
+_BANDWIDTH = (
+    *(*_TRANSFERS, *_RIG, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
+    *("bench/members.py", "bench/compare/paired.py"),
+)
+_RING_SOAK = (
+    *(f"kernels/include/gio_uring/{n}.h" for n in ("atomics", "controller_queue", "nvme_spec")),
+    *("kernels/include/gio_uring/queue_pair.h", "tests/native/ring_harness.h"),
+    *(f"tests/native/{n}" for n in ("fiber.h", "programs.py")),
+    "tests/soak/rings.py",
+)
+_RING_THREADS = (*_RING_SOAK, "tests/native/ring_stress.cpp")
 _GPU = "tutti/gio_uring/gpu"
 #: In folders above, but in no result that does not name it: making and replacing pools ends before
 #: anything is measured, and without a GPU none of its engines runs.
@@ -45,11 +56,9 @@ _APART = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU)
 #: checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
-    "bandwidth": (
-        *(*_TRANSFERS, *_RIG, _GPU, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
-        *("bench/members.py", "bench/compare/paired.py"),
-    ),
+    "bandwidth": (*_BANDWIDTH, _GPU),
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
+    "contexts": _BANDWIDTH,  # in host memory
     "decisions": (*_TRANSFERS, *_SLACK),
     "eviction": (
         *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
@@ -109,6 +118,9 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "slack": (*_SLACK, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack-file": (*_TRANSFERS, *_SLACK),
     "soak": ("kernels", "tutti", "tests/soak"),
+    "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
+    "soak-threads-1": _RING_THREADS,
+    "soak-threads-2": _RING_THREADS,
     "submit": (
         *("kernels/device", _GPU, "integration/sglang/direct"),
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
