@@ -22,7 +22,15 @@ from node.agents import LAYOUT, WAIT_S, RunningAgent, running
 
 import tutti
 from store.pools import some_keys
-from tutti.errors import AgentRefused, ConfigError, KeyMissing, PoolClosed, PoolInUse, PoolNotFound
+from tutti.errors import (
+    AgentLost,
+    AgentRefused,
+    ConfigError,
+    KeyMissing,
+    PoolClosed,
+    PoolInUse,
+    PoolNotFound,
+)
 from tutti.medium.layout import KVLayout
 from tutti.node.client import NodeStore
 from tutti.node.connection import Connection
@@ -31,6 +39,7 @@ from tutti.node.messages import (
     FRAME_NBYTES_MAX,
     HEADER,
     VERSION,
+    Answer,
     Failure,
     Hello,
     Join,
@@ -332,10 +341,40 @@ def test_an_agent_that_answers_garbage(tmp_path: Path) -> None:
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     for _ in range(3):
-        with pytest.raises((AgentRefused, tutti.errors.AgentLost)):
+        with pytest.raises((AgentRefused, AgentLost)):
             tutti.connect(path, LAYOUT)
     thread.join(WAIT_S)
     server.close()
+
+
+def test_each_request_has_its_own_deadline(tmp_path: Path) -> None:
+    """However long those before it might wait, and though the agent reads late."""
+    path, reads = str(tmp_path / "s"), threading.Event()
+    message, answer = Match(bytes(FRAME_NBYTES_MAX // 2)), frame(Answer(1))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen()
+        connection = Connection(path, WAIT_S)
+        peer, _ = server.accept()
+        with peer, contextlib.closing(connection):
+            peer.sendall(answer + answer[:5])
+            assert connection.receive(0.05) == Answer(1)
+            # Both begin after several of the time-outs above.
+            threading.Timer(0.3, peer.sendall, (answer[5:],)).start()
+            assert connection.receive(WAIT_S) == Answer(1)
+            threading.Timer(0.3, reads.set).start()
+            sender = threading.Thread(target=connection.send, args=(message, WAIT_S), daemon=True)
+            sender.start()
+            assert reads.wait(WAIT_S)
+            peer.settimeout(WAIT_S)
+            received = bytearray()
+            while len(received) < len(frame(message)):
+                received += peer.recv(1 << 16)
+            sender.join(WAIT_S)
+            assert received == frame(message)
+            with pytest.raises(AgentLost, match=r"no answer within 0\.05 s"):
+                connection.receive(0.05)
+            assert not connection.is_open
 
 
 def test_too_many_connections(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ class Connection:
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self._came = b""  # and was not given out
-        self._timeout_s = 0.0
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
         try:
@@ -57,7 +56,8 @@ class Connection:
                 f"no connection to the agent can be made: {system_message(error)}"
             ) from error
         try:
-            self._set_timeout(timeout_s)
+            self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
+            self._limit_waits(timeout_s)
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
@@ -96,17 +96,27 @@ class Connection:
 
     def send(self, message: Message, timeout_s: float) -> None:
         """Sends a message.  Raises AgentLost."""
-        self._set_timeout(timeout_s)
+        raw = frame(message)
         try:
-            self._socket.sendall(frame(message))
+            if (sent := self._send_now(raw)) < len(raw):
+                self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
+                self._socket.sendall(memoryview(raw)[sent:])
         except (BrokenPipeError, ConnectionResetError):
             return  # the agent hung up: why, or the end, is still to be read
         except OSError as error:
             raise self._lost(_reason(error, timeout_s)) from error
 
+    def _send_now(self, raw: bytes) -> int:
+        """How many bytes the socket takes at once: all of them as a rule, whatever its time-out."""
+        try:
+            return self._socket.send(raw, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
     def receive(self, timeout_s: float) -> Any:
         """The next answer.  Raises what it says if it is a Failure, or AgentLost."""
-        self._set_timeout(timeout_s)
+        if timeout_s < self._wait_s:
+            self._limit_waits(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while (body := self._body()) is None:  # bounded by the deadline
             self._receive_some(deadline_s, timeout_s)
@@ -124,7 +134,7 @@ class Connection:
         if len(came) < HEADER.size:
             return None
         try:
-            end = HEADER.size + body_nbytes(came[: HEADER.size])
+            end = HEADER.size + body_nbytes(came)
         except AgentRefused:
             self.close()
             raise
@@ -137,6 +147,10 @@ class Connection:
         try:
             part = self._socket.recv(_RECEIVE_NBYTES)
         except OSError as error:
+            left_s = deadline_s - time.monotonic()
+            if isinstance(error, BlockingIOError) and left_s > 0:
+                self._limit_waits(left_s)
+                return
             raise self._lost(_reason(error, timeout_s)) from error
         if not part:
             raise self._lost("it closed the connection")
@@ -144,14 +158,18 @@ class Connection:
         if time.monotonic() > deadline_s:
             raise self._lost(f"no whole answer within {timeout_s:g} s")
 
-    def _set_timeout(self, timeout_s: float) -> None:
+    def _limit_waits(self, timeout_s: float) -> None:
+        """How long one call waits for an answer.  Calls with later deadlines wait again: to set it
+        for each would cost look-ups and plans in turns a system call.
+        """
+        self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
+        self._wait_s = timeout_s
+
+    def _set_timeout(self, option: int, timeout_s: float) -> None:
         """The kernel's own: a call less than with Python's."""
-        if timeout_s != self._timeout_s:
-            value = _TIMEVAL.pack(int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-            self._timeout_s = timeout_s
+        value = _TIMEVAL.pack(int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def _lost(self, why: str) -> AgentLost:
         self.close()

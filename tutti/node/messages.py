@@ -213,8 +213,10 @@ def frame(message: Message) -> bytes:
 
 
 def body_nbytes(header: bytes | bytearray | memoryview) -> int:
-    """The length of a body from its header.  Raises AgentRefused for one that is never sent."""
-    nbytes = int(HEADER.unpack(header)[0])
+    """The length of a body from its header, which may have more behind it.  Raises AgentRefused
+    for one that is never sent.
+    """
+    nbytes: int = HEADER.unpack_from(header)[0]
     if not 0 < nbytes <= FRAME_NBYTES_MAX:
         raise AgentRefused(
             f"a message of {nbytes} bytes, at most {FRAME_NBYTES_MAX} are accepted; this is not a"

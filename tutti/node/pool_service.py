@@ -5,7 +5,6 @@ Nothing here knows sockets.  Plans may wait for the medium or for space, on the 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import threading
@@ -153,7 +152,6 @@ class ClientSession:
         self._place = shared_file.lock_place(pid)
         self._prefix = self.id.hex()
         self._nameless = 0
-        self._puts = itertools.count(1)
 
     def share_files(self) -> list[int]:
         """The members, opened for the client; the caller closes them once they are sent."""
@@ -222,13 +220,13 @@ class ClientSession:
             raise KeySizeError(f"the parent key has {len(message.parent)} bytes, not {KEY_NBYTES}")
         if not 0 <= message.depth < 2**31:
             raise ConfigError(f"depth is {message.depth}; it counts the pages before the first key")
-        number, job = next(self._puts), self.jobs.number()
+        number = self.jobs.number()
         if message.tenant or message.expiry_64s:
             return self._plan_any_put(number, message)
         request = NativePutRequest(
             parent=message.parent or None,
             number=number,
-            job=job,
+            job=number,
             depth=message.depth,
             has_digests=self._put_layers > 0,
         )
@@ -242,7 +240,7 @@ class ClientSession:
                 self._tier.put_over(chain.keys, outcome)
             return Plan(number, [], outcome.tobytes())
         over = partial(self._put_over, number, message.keys)
-        self.jobs.add(job, PlacedPut(self._writer, put, self._put_layers, over))
+        self.jobs.add(number, PlacedPut(self._writer, put, self._put_layers, over))
         return chain.answer
 
     def _plan_any_put(self, number: int, message: PlanPut) -> Plan:
