@@ -24,6 +24,7 @@ from store.pools import fill, some_keys
 from tutti.errors import AgentLost, ConfigError, DeviceTimeout, KeyMissing
 from tutti.gio_uring.controller_file import FileController
 from tutti.memory.host_memory import HostMemory
+from tutti.node import client
 from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
 from tutti.node.messages import Moved, PlanPut
@@ -147,7 +148,10 @@ print(store.match(keys), store.stats()["reconnects"])
     assert done.stdout == "ForkedProcess " * 3 + "0 0\n", done.stderr
 
 
-def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) -> None:
+def test_while_the_agent_is_away_everything_misses(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LISTED_MAX", 4)  # look-ups take two messages
     rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
@@ -163,7 +167,10 @@ def test_while_the_agent_is_away_everything_misses(tmp_path: Path, seed: int) ->
             agent.kill()
             agent.communicate(timeout=WAIT_S)
             assert store.match(keys) == 0
-            assert not store.present(keys).any()
+            assert not store.present(keys, pin="a").any()
+            store.unpin("a")
+            store.unpin()
+            assert store.stats()["missed_calls"] == 2
             result = store.put(some_keys(rng, 2), [0, 1]).wait(WAIT_S)
             assert result.dropped == 2
             with pytest.raises(KeyMissing):

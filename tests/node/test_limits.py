@@ -240,3 +240,5 @@ def test_what_the_agent_drops_has_nothing_behind_it(
         assert ticket.outcome.tolist() == [Outcome.STORED] * 6 + [Outcome.DROPPED] * 6
         assert most == [4], "the agent was not asked for the rest"
         assert store.match(keys) == 6
+        counts = store.stats()
+        assert (counts["dropped"], counts["over_budget"], counts["lost_pages"]) == (6, 2, 0)

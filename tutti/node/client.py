@@ -67,7 +67,7 @@ class NodeStore(Owned, Store):
         self._lookup_timeout_s = lookup_timeout_s
         self._memories: list[HostMemory] = []
         self._closed = self._ended = False
-        self._missed = 0
+        self._missed = 0  # look-ups without an answer
         #: Of pins by a name that are in several parts, how many.
         self._pin_parts: dict[str, int] = {}
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
@@ -143,7 +143,10 @@ class NodeStore(Owned, Store):
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
         found = 0
         for message in self._look_ups(Match, keys, pin, proven):
-            hits = int(self._look_up(message) or 0)
+            hits = self._ask(message)
+            if hits is None:
+                self._missed += 1
+                break
             found += hits
             if hits * KEY_NBYTES < len(message.keys):
                 break
@@ -152,20 +155,20 @@ class NodeStore(Owned, Store):
     def present(
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
-        there: list[npt.NDArray[np.bool_]] = []
+        messages = self._look_ups(Present, keys, pin, proven)
         # Where not all can be pinned, the last ones are.
-        for message in reversed(self._look_ups(Present, keys, pin, proven)):
-            answer = self._look_up(message)
-            absent = bytes(len(message.keys) // KEY_NBYTES)
-            there.append(np.frombuffer(absent if answer is None else answer, np.bool_))
-        return np.concatenate(there[::-1])
+        answers = [self._ask(message) for message in reversed(messages)][::-1]
+        self._missed += None in answers
+        absent = (bytes(len(message.keys) // KEY_NBYTES) for message in messages)
+        there = (a if b is None else b for a, b in zip(absent, answers, strict=True))
+        return np.frombuffer(bytearray().join(there), np.bool_)
 
     def unpin(self, name: str | None = None) -> None:
         """See ObjectStore; pins of other processes stay."""
         if not name:
             self._pin_parts.clear()
         for part in range(self._pin_parts.pop(name or "", 1)):
-            self._look_up(Unpin(_pin(name or "", part)))
+            self._ask(Unpin(_pin(name or "", part)))
 
     def _look_ups(
         self, kind: type[_LookUp], keys: Keys, pin: bool | str, proven: bool
@@ -175,7 +178,7 @@ class NodeStore(Owned, Store):
         parts = max(1, -(-len(array) // LISTED_MAX))
         if isinstance(pin, str):  # its next look-up ends what it has pinned
             for part in range(1, self._pin_parts.pop(pin, 1)):
-                self._look_up(Unpin(_pin(pin, part)))
+                self._ask(Unpin(_pin(pin, part)))
             if parts > 1:
                 self._pin_parts[pin] = parts
         starts = range(0, parts * LISTED_MAX, LISTED_MAX)
@@ -184,14 +187,13 @@ class NodeStore(Owned, Store):
             for part, start in enumerate(starts)
         ]
 
-    def _look_up(self, message: Match | Present | Unpin) -> Any:
+    def _ask(self, message: Match | Present | Unpin) -> Any:
         """The answer's value; None while the agent is away."""
         self._check_open()
         session = self._kept.session
         if session is not None:
             with contextlib.suppress(AgentLost, AgentRefused):
                 return session.request(message, self._lookup_timeout_s).value
-        self._missed += 1
         return None
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
@@ -227,6 +229,7 @@ class NodeStore(Owned, Store):
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
             "lost_pages": self._writer.lost_pages,
+            "dropped": self._state.counters.dropped,
             "profile": OFF if self.config.schedule is None else self.config.schedule.source,
             "scheduler": {} if self.scheduler is None else self.scheduler.counters(),
         }
@@ -235,7 +238,8 @@ class NodeStore(Owned, Store):
         if (session := self._kept.session) is not None:
             mine["request_nbytes_max"] = session.controller.request_nbytes_max
         with contextlib.suppress(AgentLost, AgentRefused):
-            return {**self.call("stats", self._lookup_timeout_s), **mine}
+            pool = self.call("stats", self._lookup_timeout_s)
+            return {**pool, **mine, "dropped": pool["dropped"] + mine["dropped"]}
         return mine
 
     @uninterrupted()

@@ -73,6 +73,9 @@ class ClientWriter:
                 if session is None or progress.is_cut:
                     if session is None or progress.is_lost:
                         self._lost(progress, rows.size - start)
+                    else:
+                        with self._state.lock:
+                            self._state.counters.dropped += rows.size - start
                     progress.is_cut = True
                     progress.outcome[rows[start:]] = Outcome.DROPPED
                     break
