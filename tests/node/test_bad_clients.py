@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running
+from waiting import wait_until
 
 import tutti
 from store.pools import some_keys
@@ -32,6 +33,7 @@ from tutti.errors import (
     PoolNotFound,
 )
 from tutti.medium.layout import KVLayout
+from tutti.node import pool_service
 from tutti.node.client import NodeStore
 from tutti.node.connection import Connection
 from tutti.node.listener import listen
@@ -48,6 +50,7 @@ from tutti.node.messages import (
     Plan,
     PlanPut,
     Pools,
+    Written,
     frame,
     read_reply,
 )
@@ -135,6 +138,8 @@ def test_requests_that_are_wrong_are_answered(agent: RunningAgent, good: NodeSto
         good.call("format_disk")
     with pytest.raises(ConfigError, match="not acceptable"):
         good.call("wait_recovered", seconds="soon")
+    with pytest.raises(ConfigError, match="not acceptable"):
+        good.call("list", start=2**63)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,48 @@ def test_a_plan_that_makes_no_sense_is_a_miss(
     with agent.connect() as store:
         assert matched(keys[:4], 4)
         assert store.match(keys[4:]) == 0
+
+
+@pytest.mark.parametrize("change", [{"outcome": b"\1"}, {"status": bytes(3)}])
+def test_an_outcome_of_other_pages_is_none(
+    agent: RunningAgent, seed: int, change: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put ends, and the session with it."""
+
+    def odd(number: int, outcome: bytes, status: bytes) -> Written:
+        return msgspec.structs.replace(Written(number, outcome, status), **change)
+
+    with agent.connect() as store:
+        store.allocate_memory(4)
+        keys = some_keys(np.random.default_rng(seed), 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool_service, "Written", odd)
+            assert store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 4
+            assert store.stats()["lost_pages"] == 4
+        wait_until(lambda: store.match(keys) == 4)
+        assert store.stats()["reconnects"] == 1
+
+
+def test_a_client_that_is_gone_before_its_welcome(
+    agent: RunningAgent,
+    good: NodeStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opens, is_gone, open_pool = threading.Event(), threading.Event(), agent.pools.open
+
+    def late(*pool: Any) -> Any:
+        opens.set()
+        assert is_gone.wait(WAIT_S)
+        return open_pool(*pool)
+
+    monkeypatch.setattr(agent.pools, "open", late)
+    with raw(agent) as peer:
+        peer.sendall(frame(Hello(VERSION, LAYOUT.to_json(), 1)))
+        assert opens.wait(WAIT_S)
+    is_gone.set()
+    wait_until(lambda: agent.agent.counters.lost == 1)
+    assert not caplog.records
 
 
 def test_a_report_of_what_is_not_under_way(agent: RunningAgent, good: NodeStore) -> None:

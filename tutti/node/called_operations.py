@@ -112,7 +112,7 @@ def run(session: ClientSession, name: str, arguments: Mapping[str, Any]) -> Any:
         raise ConfigError(f"the agent has no operation {name!r}; use the same version of tutti")
     try:
         return operation(session, arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, TuttiError):
             raise
         raise ConfigError(f"the arguments of {name} are not acceptable: {error}") from error

@@ -5,6 +5,7 @@ Nothing here knows sockets.  Plans may wait for the medium or for space, on the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -151,7 +152,7 @@ class ClientSession:
         self._report = report
         self._place = shared_file.lock_place(pid)
         self._prefix = self.id.hex()
-        self._nameless = 0
+        self._nameless = itertools.count(1)
 
     def share_files(self) -> list[int]:
         """The members, opened for the client; the caller closes them once they are sent."""
@@ -206,8 +207,7 @@ class ClientSession:
         if not name:
             return False
         if name == "*":
-            self._nameless += 1
-            return f"{self._prefix}:*{self._nameless}"
+            return f"{self._prefix}:*{next(self._nameless)}"
         return f"{self._prefix}:{name}"
 
     def plan_put(self, message: PlanPut) -> Plan | memoryview:

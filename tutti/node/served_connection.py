@@ -325,6 +325,8 @@ class ServedConnection:
             # Nothing was sent before: the socket takes this at once, and the files with it.
             welcome = frame(session.welcome())
             sent = socket.send_fds(self._peer, [welcome], files)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the client is gone, as the next read finds
         finally:
             for fd in files:
                 os.close(fd)
