@@ -246,7 +246,7 @@ class NodeStore(Owned, Store):
     def call(self, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
         """An operation of the agent by name.  Raises AgentLost, and what the operation raises."""
         self._check_open()
-        timeout_s = self._plan_timeout_s() if timeout_s is None else timeout_s
+        timeout_s = self._state.plan_timeout_s if timeout_s is None else timeout_s
         return self._kept.need().call(name, timeout_s, **arguments)
 
     @uninterrupted()
@@ -265,9 +265,6 @@ class NodeStore(Owned, Store):
             self._parts[0].close()
             del self._parts[0]
         self._ended = True
-
-    def _plan_timeout_s(self) -> float:
-        return self._state.plan_timeout_s
 
     def _check_open(self) -> None:
         if self._closed:

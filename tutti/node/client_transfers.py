@@ -110,7 +110,8 @@ class ClientWriter:
         held: list[Job] = []
 
         def over(written: Written | None) -> None:
-            if written is not None and not _is_whole(written, rows.size):
+            n = rows.size
+            if written and (len(written.outcome) != n or len(written.status) not in (0, 4 * n)):
                 session.fail(AgentRefused("the agent told the outcome of other pages"))
                 written = None
             if written is None:  # the plan is void: what waits for its turn is not written
@@ -235,11 +236,6 @@ class _Countdown:
             last = self._left == 0
         if last:
             self._over()
-
-
-def _is_whole(written: Written, n: int) -> bool:
-    """Whether an outcome is that of n keys."""
-    return len(written.outcome) == n and len(written.status) in (0, 4 * n)
 
 
 def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None) -> None:

@@ -98,20 +98,17 @@ class Connection:
         """Sends a message.  Raises AgentLost."""
         raw = frame(message)
         try:
-            if (sent := self._send_now(raw)) < len(raw):
+            try:
+                sent = self._socket.send(raw, socket.MSG_DONTWAIT)  # all of it, as a rule
+            except BlockingIOError:
+                sent = 0
+            if sent < len(raw):
                 self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
                 self._socket.sendall(memoryview(raw)[sent:])
         except (BrokenPipeError, ConnectionResetError):
             return  # the agent hung up: why, or the end, is still to be read
         except OSError as error:
             raise self._lost(_reason(error, timeout_s)) from error
-
-    def _send_now(self, raw: bytes) -> int:
-        """How many bytes the socket takes at once: all of them as a rule, whatever its time-out."""
-        try:
-            return self._socket.send(raw, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
 
     def receive(self, timeout_s: float) -> Any:
         """The next answer.  Raises what it says if it is a Failure, or AgentLost."""

@@ -325,8 +325,7 @@ class ClientSession:
 
     def disconnect(self) -> None:
         """The client is gone: its pins are taken back."""
-        with self._core.lock:
-            self._core.lookup_pins.release_all(f"{self._prefix}:")
+        self.unpin("")
 
     def is_using_files(self) -> bool:
         """Whether transfers of the client may still be under way."""

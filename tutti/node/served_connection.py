@@ -37,7 +37,6 @@ from tutti.node.messages import (
     Pools,
     Present,
     Unpin,
-    Written,
     body_nbytes,
     failure_of,
     frame,
@@ -122,30 +121,31 @@ class Outgoing:
                     start_thread(thread, "tutti-agent-unsent")
                 except CapacityError:
                     self._unsent.clear()
-                    self._cut_off()
+                    self.cut_off()
                     return
             else:
                 self._unsent.append(raw)
             self._unsent_nbytes += len(raw)
             if self._unsent_nbytes > _UNSENT_NBYTES_MAX:
-                self._cut_off()
+                self.cut_off()
 
     def drain(self) -> None:
         """Waits until the reader took all, or was cut off: so long no request of its is read."""
         if self._unsent:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._unsent, self._unread_s):
-                    self._cut_off()
+                    self.cut_off()
 
     def close(self) -> None:
         """Nothing is sent any more on return."""
         with self._changed:
             self._is_closed = True
-            self._cut_off()
+            self.cut_off()
             # What is shut down fails at once.
             self._changed.wait_for(lambda: not self._unsent, self._unread_s)
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
+        """Ends the connection, from any thread."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
@@ -162,7 +162,7 @@ class Outgoing:
                     self._unsent_nbytes -= len(self._unsent.popleft())
                 else:
                     self._is_closed = True
-                    self._cut_off()
+                    self.cut_off()
                     self._unsent.clear()
                 is_left = bool(self._unsent)
                 self._changed.notify_all()
@@ -194,8 +194,7 @@ class ServedConnection:
 
     def shut_down(self) -> None:
         """Ends the connection, from any thread, without a word."""
-        with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
+        self._outgoing.cut_off()
 
     def _run(self) -> None:
         try:
@@ -314,7 +313,7 @@ class ServedConnection:
                 " same version of tutti on both sides"
             )
         service = self._agent.pools.open(message.layout, message.capacity, message.pool)
-        self._open_session(service.open_session(self._pid, self._report))
+        self._open_session(service.open_session(self._pid, self._send))
         return None
 
     def _open_session(self, session: ClientSession) -> None:
@@ -332,9 +331,6 @@ class ServedConnection:
                 os.close(fd)
         self._outgoing.send(welcome[sent:])
 
-    def _report(self, written: Written) -> None:
-        """From any thread."""
-        self._send(written)
-
     def _send(self, message: Message) -> None:
+        """From any thread."""
         self._outgoing.send(frame(message))
