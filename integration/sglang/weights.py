@@ -15,6 +15,7 @@ from typing import Any
 from tutti.errors import ConfigError
 from tutti.integration.sglang import kv_events, storages
 from tutti.integration.sglang.direct import control_requests, model_steps
+from tutti.integration.sglang.launch import VERSIONS, installed_version
 from tutti.integration.sglang.metrics import UNFLUSHED, level_all
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,19 @@ _held: bool | None = None
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, flushes, steps, events and a linker's control."""
+    """SGLang's plugin: hooks updates of weights, flushes, steps, events and a linker's control.
+
+    Every server of the environment loads it, also one without Tutti: what it hooks in another
+    version of SGLang may mean something else.
+    """
+    version = installed_version()
+    if version.split("+")[0] not in VERSIONS:
+        _log.warning(
+            "Tutti: its plugin does nothing in SGLang %s; it works with %s",
+            version,
+            ", ".join(VERSIONS),
+        )
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in (

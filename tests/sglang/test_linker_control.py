@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import linker_engine
 import pytest
 from linker_engine import Rig, damage, names, wait_for
 from prometheus_client import REGISTRY
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 import tutti
 from tutti import cli
@@ -101,6 +103,18 @@ def test_updates_that_sglang_refuses_leave_the_cache_on(
     assert not real_manager.begin_weight_update(None).success
     assert watch.namespace == b""
     assert not caplog.records
+
+
+def test_the_plugin_leaves_another_version_of_sglang_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, hooks = weights.WeightsWatch(), defaultdict[str, list[Any]](list)
+    monkeypatch.setattr(weights, "WATCH", watch)
+    monkeypatch.setattr(HookRegistry, "_hooks", hooks)
+    monkeypatch.setattr(weights, "installed_version", lambda: "0.5.99")
+    weights.activate()
+    assert not hooks and not watch.watched
+    assert "0.5.99" in caplog.text
 
 
 def test_an_update_that_fails_says_that_nothing_is_found_until_a_flush(
