@@ -226,6 +226,18 @@ def test_a_slow_medium_shortens_the_answer_to_what_is_staged_and_fits(tmp_path: 
         assert rig.lookup(names(10)) == 2
 
 
+def test_a_hit_that_computes_sooner_is_taken_once_it_is_staged(tmp_path: Path) -> None:
+    with Rig(tmp_path, recompute_us_per_token=1.0) as rig:
+        want = stored(rig, 10)
+        rig.linker._admission.loaded(OBJECT, 3600.0)
+        assert rig.lookup(names(10)) == 0
+        quiet(rig, 10)
+        assert rig.linker._admission.page_s > 1, "it still loads more slowly than it computes"
+        assert rig.lookup(names(10)) == 10
+        assert rig.restore(names(10), range(20, 30))
+        assert rig.content(range(20, 30)) == want
+
+
 def test_reading_ahead_ends_while_the_breaker_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,8 +88,8 @@ class Lookups:
         good = restorable(pages, windows)
         best = int(np.flatnonzero(good)[-1]) if good.any() else 0
         staged = 0
-        if self._admission.timed and best:
-            staged = self._ahead.staged_pages(self._by_page[0], wanted[:best])
+        if self._admission.weighs_staged and best:
+            staged = min([self._ahead.staged_pages(p, wanted[:best]) for p in self._by_page])
         least, most = self._admission.bounds(staged, pages=best - staged, asked=len(keys))
         good[:least] = False
         good[most + 1 :] = False
