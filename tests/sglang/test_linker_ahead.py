@@ -233,9 +233,11 @@ def test_a_hit_that_computes_sooner_is_taken_once_it_is_staged(tmp_path: Path) -
         assert rig.lookup(names(10)) == 0
         quiet(rig, 10)
         assert rig.linker._admission.page_s > 1, "it still loads more slowly than it computes"
+        assert rig.linker.metrics.snapshot()["refused_pages"] == 10
         assert rig.lookup(names(10)) == 10
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) == want
+        assert rig.linker.metrics.snapshot()["refused_pages"] == 10
 
 
 def test_reading_ahead_ends_while_the_breaker_is_open(

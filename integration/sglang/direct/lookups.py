@@ -93,10 +93,12 @@ class Lookups:
         least, most = self._admission.bounds(staged, pages=best - staged, asked=len(keys))
         good[:least] = False
         good[most + 1 :] = False
+        lengths = np.flatnonzero(good).tolist()
+        self._by_page[0].metrics.count("refused_pages", best - max(lengths, default=0))
         ahead = self._pages_of(wanted[:best], windows) if best >= least else []
         if not ahead:
             self.release([rid])
-        return Found(np.flatnonzero(good).tolist(), ahead)
+        return Found(lengths, ahead)
 
     def still_there(self, rid: str, wanted: Sequence[tuple[StoredPool, Keys]]) -> bool:
         """Whether everything that is to be loaded is still stored; pins it, and nothing else."""
