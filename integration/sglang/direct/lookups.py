@@ -70,7 +70,6 @@ class Lookups:
         self._admission = admission
         self._ahead = ahead
         self._log_error = log_error
-        self._page_nbytes = sum(stored_pool.page_nbytes for stored_pool in self._by_page)
 
     def find(
         self, rid: str, keys: Keys, transfers: Sequence[adapter.PoolTransfer], pages_max: int | None
