@@ -46,6 +46,8 @@ def test_every_pool_comes_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
         assert rig.restore(rig.transfers(names(6), to, WINDOWS))
         for name, stored_pool in stored_pools.items():
             assert rig.content(name, to[stored_pool.kv_pool.source]) == want[name], name
+            moved = stored_pool.metrics.snapshot()["moved_pages/load"]
+            assert moved == len(want[name]), "each pool counts its own"
         assert {name: rig.content(name, [0, 1]) for name in stored_pools} == before
 
 

@@ -137,15 +137,16 @@ class LoadBatch(Owned):
         self._gpu = gpu
         self._copier = None if gpu is None else StagingCopier(gpu, layers, name)
 
-    @property
-    def pages(self) -> int:
-        """Distinct pages, whether read now or ahead."""
-        return sum(len(read.keys) for plan in self._plans for read in plan.fresh) + sum(
-            np.unique(copy.rows).size
-            for plan in self._plans
-            for copy in plan.copies
-            if copy.read not in plan.fresh
-        )
+    def moved(self) -> list[tuple[StoredPool, int, int]]:
+        """Each pool, its distinct pages, read now or ahead, and the bytes that are read now."""
+        found = []
+        for plan in self._plans:
+            rows = [copy.rows for copy in plan.copies if copy.read not in plan.fresh]
+            pages = sum(len(read.keys) for read in plan.fresh)
+            pages += sum(np.unique(taken).size for taken in rows)
+            nbytes = sum(read.nbytes for read in plan.fresh)
+            found.append(((*plan.fresh, *plan.ahead)[0].stored_pool, pages, nbytes))
+        return found
 
     @property
     def nbytes(self) -> int:
