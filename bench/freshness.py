@@ -49,8 +49,10 @@ _RING_SOAK = (
 _RING_THREADS = (*_RING_SOAK, "tests/native/ring_stress.cpp")
 _GPU = "tutti/gio_uring/gpu"
 #: In folders above, but in no result that does not name it: making and replacing pools ends before
-#: anything is measured, and without a GPU none of its engines runs.
-_APART = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU)
+#: anything is measured, without a GPU none of its engines runs, and a report only shows results.
+_APART = (
+    *("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU, "bench/slack/report.py"),
+)
 
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.

@@ -14,8 +14,8 @@ SHORT_BAR_US, LONG_BAR = 50.0, 1.03
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
     *("oracle", "bound (no writes)", "gap", "closed by slack", "at most"),
-    *("first token p99 s: fixed, slack", "stored pages: none, slack", "drain s: none, slack"),
-    "missed",
+    *("first token p99 s: fixed, slack, bound", "stored pages: none, fixed, slack"),
+    *("drain s: none, slack", "missed"),
 )
 
 
@@ -25,7 +25,6 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
     rows: list[list[object]] = []
     for row in result["rows"]:
         policies, closed = row["policies"], row["closed"]
-        none, fixed, slack = (policies[name] for name in ("none", "fixed", "slack"))
         missed = [name for name, reached in row["bars"].items() if not reached]
         limits = row.get("at_most_by_seed", ())
         rows.append(
@@ -35,9 +34,9 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
                 f"{row['gap']:.0%}",
                 "" if closed is None else f"{closed:.0%}{_spread(row.get('closed_by_seed', ()))}",
                 f"{median(limits):.0%}{_spread(limits)}" if limits else "",
-                ", ".join(f"{one['first_token_p99_s']:.2f}" for one in (fixed, slack)),
-                ", ".join(f"{one['stored_pages']:.0f}" for one in (none, slack)),
-                ", ".join(f"{one['drained_s']:.1f}" for one in (none, slack)),
+                _each(policies, "first_token_p99_s", 3, ("fixed", "slack", "bound")),
+                _each(policies, "stored_pages", 0, ("none", "fixed", "slack")),
+                _each(policies, "drained_s", 1, ("none", "slack")),
                 "; ".join(missed),
             ]
         )
@@ -86,6 +85,10 @@ def report(result: dict[str, Any]) -> str:
     """For people."""
     text = table(HEAD, rows_of(result)) if result["rows"] else ""
     return "\n".join([text, *notes_of(result)])
+
+
+def _each(policies: dict[str, Any], metric: str, digits: int, names: Sequence[str]) -> str:
+    return ", ".join(f"{policies[name][metric]:.{digits}f}" for name in names)
 
 
 def _spread(parts: Sequence[float | None]) -> str:

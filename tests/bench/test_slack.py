@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from tutti.base.terminal import progress
 from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_names, machine
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
+from tutti.bench.slack.conditions import _STEP_NS as CACHE_STEP_NS
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
 from tutti.bench.slack.server import LayeredServer, Noise, Uncorrected
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, recorded, write_requests
@@ -34,7 +35,7 @@ from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import Event, LoadKnown, StepBegan, WriteKnown
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.state import Decision, State
+from tutti.scheduler.state import NOTHING, Decision, State
 from tutti.scheduler.trace import line, replay
 from tutti.scheduler.write_order import writes_for
 
@@ -106,6 +107,58 @@ def test_slack_stores_as_much_as_none_on_a_drive_that_writes_slowly(
             for name in ("none", "slack")
         )
         assert mine >= none, seed
+
+
+class ToldOfTheCache(SlackPolicy):
+    """Knows whether the drive has room in its cache.  From ``most`` pages on it writes only then,
+    and nothing else meanwhile.
+    """
+
+    def __init__(self, limits: Limits, most: int, has_room: Callable[[], bool]) -> None:
+        super().__init__(limits)
+        self._most, self._has_room = most, has_room
+
+    def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
+        changes_ns = (state.now_ns // CACHE_STEP_NS + 1) * CACHE_STEP_NS
+        if not self._has_room():
+            return replace(self._without_writes(state), wake_ns=changes_ns)
+        if state.waiting_pages < self._most:
+            return super()._with_writes(state, gone)
+        if self._takes_turns(state) and state.reading.flying:
+            return NOTHING
+        writes = self._burst(state, changes_ns - state.now_ns, gone)
+        return Decision((), writes, wake_ns=changes_ns)
+
+    def _without_slack(self, state: State, *_: object) -> Decision:
+        return self._without_writes(state)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "workload", "most", "seed"),
+    [("H100", "agents", 800, 1), ("H100", "documents", 128, 2), ("A100", "documents", 200, 1)],
+)
+def test_a_schedule_closes_half_of_the_gap_where_the_cache_ends(
+    gpu: str, workload: str, most: int, seed: int
+) -> None:
+    """Cells where `slack` does not: it is not told of the cache.  So no bound excludes half."""
+    truth, limits = machine("D5-P5336", gpu), Limits(locked_pages=512, staged_pages=512)
+    requests, found = generate(workload, truth, 200, seed), {}
+    conditions = CONDITIONS["cache ends"].of(truth.drive)
+
+    def has_room() -> bool:
+        return server._device._write.bytes_per_ns * 1e9 > truth.drive.write_bytes_per_s / 2
+
+    for name in ("none", "bound", "told"):
+        policy, profile = slack.policy_of(name, truth, limits)
+        if name == "told":
+            policy = ToldOfTheCache(limits, most, has_room)
+        server = LayeredServer(
+            truth, requests, policy, profile, noise=Noise(), seed=seed, conditions=conditions
+        )
+        found[name] = slack.numbers(server.run())
+    _, closed = slack.gap_closed(found, "told")
+    assert closed is not None and closed >= slack.GAP_CLOSED
+    assert found["told"]["stored_pages"] >= found["none"]["stored_pages"]
 
 
 class WritesFirst(SlackPolicy):
