@@ -145,7 +145,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(conflict_handler="resolve", **options)
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
+        if message.startswith("the following arguments are required"):
+            self.print_usage(sys.stderr)
         raise ConfigError(f"{message}{self._meant(message)}; see `{self.prog} --help`")
 
     def _meant(self, message: str) -> str:
@@ -155,9 +156,12 @@ class _Parser(argparse.ArgumentParser):
             return ""
         known = {name.split()[-1]: f"tutti {name}" for name, *_ in COMMANDS}
         if wrong[2]:
-            known = {option: option for option in self._option_string_actions}
-        close = difflib.get_close_matches(wrong[1] or wrong[2], known, 1)
-        return f"; did you mean `{known[close[0]]}`?" if close else ""
+            known = {option.strip("-"): option for option in self._option_string_actions}
+        close = difflib.get_close_matches(wrong[1] or wrong[2].strip("-"), known, 1)
+        if close:
+            return f"; did you mean `{known[close[0]]}`?"
+        to_sglang = wrong[2] and self.prog == "tutti sglang command"
+        return "; SGLang's own arguments come after `--`" if to_sglang else ""
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -198,6 +198,16 @@ def test_a_misspelt_word(given: list[str], meant: str, capsys: pytest.CaptureFix
     assert f"; did you mean `{meant}`?; see" in sentence(capsys, *given)
 
 
+def test_arguments_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
+    said = sentence(capsys, *SGLANG, "--capacity=1GiB", "--tp", "2")
+    assert "--tp; SGLang's own arguments come after `--`; see" in said
+
+
+def test_a_wrong_value_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["format", "p", "--capacity=10XB"]) == 2
+    assert capsys.readouterr().err.startswith("tutti: argument --capacity: cannot read the size")
+
+
 def test_the_pool_of_another_model(tmp_path: Path) -> None:
     store.format(tmp_path / "p", LAYOUT, "16MiB")
     other = KVLayout.mha(2, 1, 64, 32, "float16", model="test-model")
