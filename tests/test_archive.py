@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import tutti
 from store.pools import fill, some_keys
 from tutti.archive import export_objects, import_objects
 from tutti.cli import main
+from tutti.commands import catalogue
 from tutti.errors import PoolCorrupt, PoolMismatch
 from tutti.medium.layout import KVLayout
 
@@ -127,10 +130,27 @@ def test_what_comes_before_the_damage_is_stored(
         assert len(store.catalogue.keys()) == 3
 
 
+def test_a_full_disk_and_a_foreign_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pool, out = str(tmp_path / "pool.tutti"), tmp_path / "docs.tkv"
+    tutti.open(pool, LAYOUT, "32MiB").close()
+    monkeypatch.setattr(catalogue, "export_objects", full)
+    assert main(["export", pool, "--namespace", "docs", "--out", str(out)]) == 3
+    assert f"{out}: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["pool.tutti"]
+    out.write_bytes(b"other")
+    assert main(["import", pool, str(out)]) == 3
+    assert f"{out} is not a file of `tutti export`" in capsys.readouterr().err
+
+
 def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int) -> None:
     whole, _, _ = exported(tmp_path, np.random.default_rng(seed))
     with tutti.open(str(tmp_path / "other.tutti"), OTHER, "32MiB") as store:
-        with pytest.raises(PoolMismatch, match="same model"):
+        with pytest.raises(PoolMismatch, match=r"model is .another-model., not .*same model"):
             import_objects(store, io.BytesIO(whole))
         newer = whole[:8] + (9).to_bytes(4, "little") + whole[12:]
         with pytest.raises(PoolMismatch, match="version 9"):

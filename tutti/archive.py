@@ -29,7 +29,7 @@ from tutti.base.arrays import Keys
 from tutti.errors import PoolCorrupt, PoolMismatch
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys
-from tutti.medium.layout import KVLayout
+from tutti.medium.layout import KVLayout, differences
 from tutti.memory.host_memory import HostMemory
 from tutti.transfers.catalogue import ObjectInfo
 
@@ -190,7 +190,8 @@ def _read_header(layout: KVLayout, file: BinaryIO) -> int:
     """The number of objects.  Raises PoolMismatch or PoolCorrupt."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise PoolMismatch("this is not a file of `tutti export`; name another")
+        name = getattr(file, "name", "this")
+        raise PoolMismatch(f"{name} is not a file of `tutti export`; name another")
     _, version, nbytes, digest = _HEADER.unpack(header)
     if version != VERSION:
         raise PoolMismatch(
@@ -210,8 +211,8 @@ def _read_header(layout: KVLayout, file: BinaryIO) -> int:
         raise PoolCorrupt("the header of the file is damaged; export it again") from error
     if found.fingerprint != layout.fingerprint:
         raise PoolMismatch(
-            f"the file holds {found.to_json()}, the pool {layout.to_json()}; import it into a pool"
-            " of the same model and layout"
+            f"the pool has another layout than the file: {differences(layout, found)}; import it"
+            " into a pool of the same model and layout"
         )
     return count
 

@@ -197,8 +197,10 @@ def export(args: argparse.Namespace) -> CommandResult:
             part.rename(args.out)
         except FileExistsError as error:
             raise ConfigError(f"{part} exists; remove it if no export is running") from error
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = args.out
             raise
         nbytes = count * store.layout.object_nbytes
     return CommandResult(
