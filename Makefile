@@ -274,6 +274,7 @@ $(VENV)/.venv:
 $(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
 	@command -v $(or $(CXX),g++) > /dev/null || { \
 	  echo "no C++ compiler: install g++, or name one with CXX=..." >&2; exit 1; }
+	@echo "building Tutti in $(VENV), two or three minutes"
 	@$(INSTALL) -e . || { echo "not installed, see above: without a package index (or a mirror that" \
 	  "pip's settings name), install as CONTRIBUTING.md says under 'Without a network'" >&2; exit 1; }
 	@site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); mkdir -p $$site/tutti-checkout; \

@@ -38,8 +38,8 @@ def pages() -> list[Path]:
 def test_the_readme_program_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
-    program = blocks[0].replace("/nvme/pool.tutti", str(tmp_path / "pool.tutti"))
-    program = program.replace('"64GiB"', '"256MiB"').replace("pages=256", "pages=8")
+    program = blocks[0].replace("pool.tutti", str(tmp_path / "pool.tutti"))
+    program = program.replace('"4GiB"', '"256MiB"').replace("pages=256", "pages=8")
     program = program.replace("range(10_000)", "range(8 * 64 + 5)")
     for _ in range(2):  # the second time everything is there
         exec(program, {"__name__": "readme"})

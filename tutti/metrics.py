@@ -32,8 +32,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as _missing:
     raise Unsupported(
-        "metrics need the package prometheus-client; in a clone of this project:"
-        " pip install '.[node]'"
+        "metrics need the package prometheus-client: pip install prometheus-client"
     ) from _missing
 
 #: Name without prefix: (key of ``store.stats()`` or of its "scheduler", meaning).  Prometheus
