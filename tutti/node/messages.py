@@ -21,8 +21,7 @@ try:
     import msgspec
 except ImportError as _missing:
     raise Unsupported(
-        "the agent and its clients need the package msgspec; in a clone of this project:"
-        " pip install '.[node]'"
+        "the agent and its clients need the package msgspec: pip install msgspec"
     ) from _missing
 
 VERSION = 5
