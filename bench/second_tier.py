@@ -54,7 +54,7 @@ _LAYERS = 16
 _SEGMENT_NBYTES_MIN = 64 << 20
 _WAIT_S = 60.0
 _POLL_S = 0.001
-_LOADS, _LOAD_PAGES = 200, 4
+_LOADS, _LOAD_PAGES = 500, 4  # several waits of the tier
 _FETCHES = ("tier", "mooncake")
 _KEEPING = ("mooncake_and_store", "mooncake_and_write")
 #: What happens beside local loads; "again" is idle too, so that it shows the noise.
@@ -140,6 +140,7 @@ class Local:
         self._other = self._store.allocate_memory(len(fetcher.keys))
         self._put: PutTicket | None = None
         self.p99_ms: dict[str, list[float]] = {name: [] for name in _BESIDE}
+        self.fetched_gb_per_s: list[float] = []  # beside the loads
 
     def measure(self) -> None:
         """One round of each, in any order."""
@@ -147,14 +148,21 @@ class Local:
             self._refill()
             taken = []
             self._reader.go(name == "mooncake")
+            before, begun_s = self._fetched(), time.monotonic()
             for _ in range(_LOADS):
                 self._work(name)
                 start_s = time.monotonic()
                 self._store.load(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
                 taken.append((time.monotonic() - start_s) * 1000)
             self.p99_ms[name].append(percentile(taken, 99))
+            if name == "fetching":
+                gigabytes = (self._fetched() - before) * self._store.layout.object_nbytes / 1e9
+                self.fetched_gb_per_s.append(gigabytes / (time.monotonic() - begun_s))
             self._reader.go(False)
             _until(self._is_idle, "the tier's work")
+
+    def _fetched(self) -> int:
+        return self._fetcher.tier._counts["fetched"]
 
     def _refill(self) -> None:
         """The pool has the pages that are loaded, and no others; the first load is not timed."""
@@ -309,6 +317,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             name: bootstrap_median(ratios(local.p99_ms[name], local.p99_ms["idle"])).to_dict()
             for name in _BESIDE[1:]
         },
+        "local_fetched_gb_per_s": local.fetched_gb_per_s,
         "local_bar": 1.1,
     }
 
@@ -379,6 +388,11 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f" {result['cpu_ratio_bound']:.2f}",
         f"p99 of local loads, beside: {'; '.join(local)} (again: idle as well, which shows the"
         f" noise). Bar for fetching: {bar:g}, {missed}",
+        *(
+            f"beside the loads the tier fetched {median(rates):.3f} GB/s"
+            for rates in [result.get("local_fetched_gb_per_s")]
+            if rates  # old results have none
+        ),
         f"Mooncake's master answers {median(result['exists_keys_per_s']):,.0f} keys a second"
         f" (batch exists of {result['exists_keys_per_call']}, one client)",
     ]

@@ -117,6 +117,7 @@ REMOTE: Mapping[str, tuple[str, str]] = {
     "remove_failed_pages": ("remove_failed", "pages deleted in the pool that may still be in it"),
     "failures": ("failures", "calls of it that failed, whole or in part"),
     "local_failures": ("local_failures", "its work that failed by the pool or this machine"),
+    "fetch_waits": ("fetch_waits", "times that a fetch waited for local loads"),
 }
 LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster.faulty import Faults
-from cluster.nodes import PAGES, nodes, until
+from cluster.nodes import PAGES, WAIT_S, nodes, until
 from node.agents import LAYOUT
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +20,7 @@ from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.worker import VERSION
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.metrics import StoreCollector
+from tutti.node.remote_transfers import PlannedLoad
 
 
 def slow(value: str) -> Any:
@@ -51,6 +52,38 @@ def test_a_page_of_another_node_is_a_hit_after_it_landed(
         assert value == PAGES
         state = {"pool": pool, "state": "closed"}
         assert registry.get_sample_value("tutti_remote_state", state) == 1
+
+
+def test_fetches_wait_for_a_pause_of_local_loads_and_go_on_without_one(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that does not end is a machine whose loads leave no pause."""
+    moved, ended, finish = threading.Event(), threading.Event(), PlannedLoad.finish
+
+    def finish_later(self: PlannedLoad, status: bytes, digests: bytes) -> None:
+        moved.set()
+        assert ended.wait(WAIT_S)
+        finish(self, status, digests)
+
+    keys, own = np.split(some_keys(np.random.default_rng(seed), 2 * PAGES), 2)
+    more = some_keys(np.random.default_rng(seed + 1), PAGES)
+    with nodes(tmp_path, faults.config(timeout_s=WAIT_S)) as (first, second):
+        first.share(keys)
+        first.share(more)
+        second.put(own)
+        assert second.remote()["fetch_waits"] == 0
+        monkeypatch.setattr(PlannedLoad, "finish", finish_later)
+        with second.agent.connect() as other:
+            ticket = other.load(own, range(PAGES), memory=other.allocate_memory(PAGES))
+            assert moved.wait(WAIT_S)
+            second.miss(keys, "fetch_waits")
+            assert not any(call.startswith("get") for call in faults.calls())
+            second.find(keys)
+            assert not ended.is_set()
+            ended.set()
+            ticket.wait(WAIT_S)
+            second.find(more)
+        second.load(keys)
 
 
 def test_pages_go_to_the_remote_store_at_their_second_use(

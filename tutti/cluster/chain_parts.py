@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,14 @@ def split(keys: Keys, most: int) -> list[Keys]:
         parts.append(keys[:size])
         keys = keys[size:]
     return parts
+
+
+def take(parts: deque[Keys], most: int) -> Keys:
+    """The first of parts, or so many of its keys: the others stay."""
+    keys = parts.popleft()
+    if len(keys) > most:
+        parts.appendleft(keys[most:])
+    return keys[:most]
 
 
 def prefix(keys: Keys, good: npt.NDArray[np.bool_]) -> Keys:

@@ -22,8 +22,9 @@ import numpy.typing as npt
 from tutti.base.arrays import U32, Keys
 from tutti.base.breaker import Breaker
 from tutti.base.threads import start_thread
-from tutti.cluster.chain_parts import prefix, split
+from tutti.cluster.chain_parts import prefix, split, take
 from tutti.cluster.incoming import Read, puts, usable
+from tutti.cluster.local_loads import LocalLoads
 from tutti.cluster.outgoing import Outgoing
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
@@ -45,6 +46,9 @@ _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 #: small ones, as the pool has nothing to store before the first has arrived.
 _PARTS, _PARTS_MIN = 6, 3
 _PUT_NBYTES = 8 << 20  # of one put of fetched pages, which delays loads that come meanwhile
+#: While local loads leave no pause: what is fetched at once, and the part of the timeout that a get
+#: and a put each wait for one.  Then about one load in 200 meets a fetch.
+_BESIDE_NBYTES, _PATIENCE = 1 << 20, 0.1
 _OFF = "off"
 _DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
 _REMOVED_S = 60.0  # a fetch that was under way, and the queue of removals, are over by then
@@ -57,7 +61,7 @@ COPIED = ("there", "replicated", "replicate_failed", "not_copied", "dropped", "r
 COUNTERS = (
     "missed", "fetched", "absent", "fetch_failed", "corrupt", "not_stored", "over_budget", "late",
     "fetch_dropped", "fetch_refused", "offered", *COPIED, "removed", "remove_failed", "failures",
-    "local_failures",
+    "local_failures", "fetch_waits",
 )  # fmt: skip
 
 
@@ -88,6 +92,7 @@ class Tier:
         parts = min(_PARTS, max(_PARTS_MIN, pages))
         self._part = min(max(1, pages // parts), KEYS_MAX)
         self._at_once = max(1, _PUT_NBYTES // store.layout.object_nbytes)
+        self._beside = max(1, _BESIDE_NBYTES // store.layout.object_nbytes)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._staging = Staging(store.layout, parts * self._part, self.stats)
         self._remote = RemoteProcess(config, self._staging)
@@ -108,6 +113,8 @@ class Tier:
         self._has_fetched = False  # in the last step
         self._changed = threading.Condition()
         self._stopping = False
+        waits = partial(self._count, "fetch_waits", 1), lambda: self._stopping
+        self._local = LocalLoads(store, _PATIENCE * config.timeout_s, *waits)
         self._is_off = False
         self._answered = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -367,7 +374,8 @@ class Tier:
                 read = reads.popleft()
                 come = self._come(read)
                 is_whole = len(come.keys) == len(read.keys)
-                if is_whole:  # asked before the puts, so that the remote store has work meanwhile
+                # Asked before the puts, so that the remote store has work meanwhile.
+                if is_whole and not self._local.near():
                     self._ask(parts, reads, free, work.deadline_s)
                 self._put(come)
                 if not is_whole:
@@ -381,8 +389,12 @@ class Tier:
     def _ask(
         self, parts: deque[Keys], reads: deque[Read], free: Iterator[int], deadline_s: float
     ) -> deque[Read]:
-        """Begins to read parts, while there is staging memory for them, and adds them to reads."""
-        while parts and len(reads) < len(self._in_use) - 1:
+        """Begins to read parts, while there is staging memory for them, and adds them to reads.
+
+        Beside local loads one at a time: what was asked for cannot be stopped.
+        """
+        while parts and len(reads) < len(self._in_use) - 1 and not (reads and self._local.near()):
+            most = self._part if self._local.wait_for_pause() else self._beside
             part = next(free)
             self._settle(part)
             if time.monotonic() >= deadline_s:
@@ -391,7 +403,7 @@ class Tier:
                 break
             if self._stopping:
                 raise RemoteFailed("the tier is closing")
-            keys = parts.popleft()
+            keys = take(parts, most)
             pages = np.arange(len(keys), dtype=np.uint32) + np.uint32(part * self._part)
             self._remote.ask(GET, keys, pages, self._config.timeout_s)
             reads.append(Read(keys, pages, part))
@@ -418,6 +430,7 @@ class Tier:
         """Stores verified staging pages in the pool, a few at a time."""
         for request in puts(read, self._staging, self._at_once):
             self._settle()  # one put at a time, so that a load waits for few writes
+            self._local.wait_for_pause()
             self._store.catalogue.expiry.watch(request.expiry_64s > 0)
             ticket = self._store.put_request(request)
             self._in_use[read.part].append((ticket.wait_ended, _Landing(request.keys, ticket)))

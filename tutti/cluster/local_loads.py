@@ -1,0 +1,53 @@
+"""Loads of a pool, which come before the work of its second tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tutti.store import ObjectStore
+
+_PAUSE_S = 0.005  # loads that follow one another leave less between them
+
+
+class LocalLoads:
+    """Waits for pauses between the loads of a pool.  For one thread.
+
+    patience_s: the longest wait, so that fetches go on beside loads without a pause.
+    waited: called for each wait.  stopping: whether to wait no longer.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        patience_s: float,
+        waited: Callable[[], None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._store, self._patience_s = store, patience_s
+        self._waited, self._stopping = waited, stopping
+        self._seen, self._seen_s = (0, 0), 0.0  # loads that began, that ended; the last change
+        self._lost = 0  # loads that were waited for in vain: they have failed, or are held
+
+    def near(self) -> bool:
+        """Whether a load is under way, or was a moment ago."""
+        ended = sum(self._store._core.load_latency.as_dict()["counts"])
+        begun, now_s = self._store._loader._loads, time.monotonic()
+        if (begun, ended) != self._seen:
+            self._seen, self._seen_s = (begun, ended), now_s
+        self._lost = min(self._lost, max(0, begun - ended))
+        return begun - ended > self._lost or now_s < self._seen_s + _PAUSE_S
+
+    def wait_for_pause(self) -> bool:
+        """Whether there is a pause now, after the longest wait at the latest."""
+        if not self.near():
+            return True
+        self._waited()
+        since_s = time.monotonic()
+        while self.near():
+            if self._stopping() or time.monotonic() >= since_s + self._patience_s:
+                if self._seen_s < since_s:  # no load began or ended meanwhile
+                    self._lost = self._seen[0] - self._seen[1]
+                return False
+            time.sleep(_PAUSE_S)
+        return True
