@@ -270,7 +270,7 @@ def test_a_chain_comes_in_few_gets_with_small_ones_at_its_end(
     tmp_path: Path, faults: Faults, seed: int
 ) -> None:
     keys = some_keys(np.random.default_rng(seed), PAGES)
-    config = faults.config(staging_nbytes=6 * (PAGES - 4) * LAYOUT.object_nbytes)
+    config = faults.config(staging_nbytes=4 * (PAGES - 4) * LAYOUT.object_nbytes)
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
         second.find(keys)

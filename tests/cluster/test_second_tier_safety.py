@@ -103,15 +103,22 @@ def test_staging_waits_for_the_put_before_one_that_was_refused(
         assert (counts["local_failures"], counts["failures"], counts["opened"]) == (1, 0, 0)
 
 
-def test_fetched_pages_are_stored_a_few_at_a_time(
-    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("beside", "sizes"), [(True, [3, 3, 2]), (False, [PAGES])])
+def test_fetched_pages_are_stored_a_few_at_a_time_beside_local_loads(
+    tmp_path: Path,
+    faults: Faults,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    beside: bool,
+    sizes: list[int],
 ) -> None:
-    """A load that comes meanwhile waits for one put at most."""
+    """A load waits for one put at most."""
     keys = some_keys(np.random.default_rng(seed), PAGES)
     with nodes(tmp_path, faults.config()) as (first, second):
         first.share(keys)
         tier = tier_of(second)
         monkeypatch.setattr(tier, "_at_once", 3)
+        monkeypatch.setattr(tier._local, "near", lambda: beside)
         put_request, tickets = tier._store.put_request, []
 
         def put(request: Any) -> Any:
@@ -122,7 +129,7 @@ def test_fetched_pages_are_stored_a_few_at_a_time(
         monkeypatch.setattr(tier._store, "put_request", put)
         second.find(keys)
         second.load(keys)
-        assert [len(ticket.outcome) for ticket in tickets] == [3, 3, 2]
+        assert [len(ticket.outcome) for ticket in tickets] == sizes
 
 
 def test_the_next_pages_are_asked_for_before_those_that_came_are_stored(

@@ -44,11 +44,10 @@ _REPLICATED_S = 300.0  # the remote store may have evicted a page since
 #: Of the staging memory, fewer if its pages are few: one that the pool stores, and those that are
 #: asked for meanwhile.  Several, so that the remote store has a next get whenever it ends one; and
 #: small ones, as the pool has nothing to store before the first has arrived.
-_PARTS, _PARTS_MIN = 6, 3
-_PUT_NBYTES = 8 << 20  # of one put of fetched pages, which delays loads that come meanwhile
-#: While local loads leave no pause: what is fetched at once, and the part of the timeout that a get
-#: and a put each wait for one.  Then about one load in 200 meets a fetch.
-_BESIDE_NBYTES, _PATIENCE = 1 << 20, 0.1
+_PARTS, _PARTS_MIN = 4, 3
+#: Beside local loads: one put of fetched pages; what is fetched at once while loads leave no pause;
+#: and the part of the timeout that a get and a put each wait for one.
+_PUT_NBYTES, _BESIDE_NBYTES, _PATIENCE = 8 << 20, 1 << 20, 0.1
 _OFF = "off"
 _DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
 _REMOVED_S = 60.0  # a fetch that was under way, and the queue of removals, are over by then
@@ -427,9 +426,10 @@ class Tier:
         return come
 
     def _put(self, read: Read) -> None:
-        """Stores verified staging pages in the pool, a few at a time."""
-        for request in puts(read, self._staging, self._at_once):
-            self._settle()  # one put at a time, so that a load waits for few writes
+        """Stores verified staging pages in the pool, beside local loads a few at a time."""
+        most = self._at_once if self._local.near() else self._part
+        for request in puts(read, self._staging, most):
+            self._settle()  # one at a time, so that a load waits for few writes
             self._local.wait_for_pause()
             self._store.catalogue.expiry.watch(request.expiry_64s > 0)
             ticket = self._store.put_request(request)
