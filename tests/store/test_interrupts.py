@@ -281,6 +281,47 @@ def test_a_call_reaches_a_thread_that_was_about_to_end(monkeypatch: pytest.Monke
         assert found.result() is call
 
 
+class Struck(deque[Any]):
+    """Threads that wait for a call: the next callers are interrupted when they take one."""
+
+    strikes = 0
+
+    def pop(self) -> Any:
+        if self.strikes:
+            self.strikes -= 1
+            raise KeyboardInterrupt
+        return super().pop()
+
+
+def test_a_call_whose_start_and_undo_are_interrupted_does_not_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    idle = Struck()
+    idle.strikes = 3
+    monkeypatch.setattr(interrupts, "_idle", idle)
+    wait_until(lambda: not interrupts._running)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.uninterrupted(lambda first, result: None)(int)()
+    gc.collect()  # what was raised refers to frames that refer to the calls
+    assert not interrupts._running
+
+
+def test_an_undo_whose_start_is_interrupted_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, finish = Struck(), interrupts._Call.finish
+    undone: list[object] = []
+
+    def strike(call: interrupts._Call) -> Any:
+        finish(call)
+        idle.strikes = 1  # and once more, when the undo starts
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupts, "_idle", idle)
+    monkeypatch.setattr(interrupts._Call, "finish", strike)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.uninterrupted(lambda first, result: undone.append(result))(int)(7)
+    wait_until(lambda: undone == [7])
+
+
 def test_a_latch_wakes_all_waiters_after_any_interrupt() -> None:
     woken: list[bool] = []
     latch = Latch()

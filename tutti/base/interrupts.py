@@ -142,7 +142,7 @@ class _Call:
         except BaseException as error:
             self._error = error
         self._is_over = True
-        _running.discard(self)
+        _running.discard(weakref.ref(self))
         self._ended.set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -151,7 +151,7 @@ class _Call:
 
     def start(self) -> None:
         """Hands it to a thread that waits for calls, or to a new one."""
-        _running.add(self)
+        _running.add(weakref.ref(self, _running.discard))
         try:
             _idle.pop().put(self)
         except IndexError:
@@ -164,7 +164,7 @@ class _Call:
             _thread.start_new_thread(_start_thread, (self,))
         except RuntimeError as error:
             if self._claim.acquire(blocking=False):
-                _running.discard(self)
+                _running.discard(weakref.ref(self))
                 self._ended.set()
             raise CapacityError(
                 "cannot start a thread; end other work, or raise the limit of threads (ulimit -u)"
@@ -183,7 +183,7 @@ class _Call:
     def revert(self, undo: Callable[[Any], object] | None) -> None:
         """Undoes it once it has ended; if it has not begun it never will."""
         if self._claim.acquire(blocking=False):
-            _running.discard(self)
+            _running.discard(weakref.ref(self))
             return
         while not self.wait(_LOOK_S):
             pass  # bounded by the deadlines of what is called
@@ -206,7 +206,11 @@ def _call_elsewhere(function: Callable[[], Any], undo: Callable[[Any], object] |
         return result
     except BaseException as error:
         if error is not raised:
-            undoing.start()
+            try:
+                undoing.start()
+            except BaseException:  # interrupted again: a call that is handed over twice begins once
+                undoing.start()
+                raise
             undoing.finish()
         raise
     finally:
@@ -216,19 +220,20 @@ def _call_elsewhere(function: Callable[[], Any], undo: Callable[[Any], object] |
 def start(function: Callable[[], object]) -> None:
     """Runs a function on another thread, for which the exit of the process waits."""
     call = _Call(function)
-    _running.add(call)
+    _running.add(weakref.ref(call, _running.discard))
     call._start_thread()  # its own: one that waits for calls may be about to end
 
 
-#: What was started and has not ended.
-_running: set[_Call] = set()
+#: What was started and has not ended.  Weak: an interrupted start may have handed it to no thread.
+_running: set[weakref.ref[_Call]] = set()
 
 
 def _wait_for_calls() -> None:
     """Before finalizers run at exit: they end what a call may be about to end."""
     deadline_s = time.monotonic() + _EXIT_S
-    for call in list(_running):
-        call.wait(deadline_s - time.monotonic())
+    for weak in list(_running):
+        if (call := weak()) is not None:
+            call.wait(deadline_s - time.monotonic())
 
 
 # Functions registered last run first: before weakref's, which it registers with its first object.
