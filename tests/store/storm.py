@@ -31,6 +31,8 @@ LAYOUT = tutti.KVLayout.mha(
 )
 PAGES = 48
 QUIET_S = 60.0
+#: The storm waits while more calls go on, or a slow machine has ever more threads to serve.
+CALLS_MAX = 32
 
 
 class Storm:
@@ -63,6 +65,8 @@ class Storm:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(self._random.random() * 0.0005)
             time.sleep(self._random.random() * 0.01)
+            while len(interrupts._running) > CALLS_MAX:
+                time.sleep(0.01)
 
 
 def traffic(store: ObjectStore, memory: HostMemory, rng: np.random.Generator) -> None:
