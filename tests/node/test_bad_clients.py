@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -280,10 +281,12 @@ def test_a_flood_and_a_client_that_does_not_listen(agent: RunningAgent, good: No
         assert not thread.is_alive()
 
 
-def let_others_reach(agent: RunningAgent) -> None:
-    for folder in Path(agent.path).parents:
-        if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
-            folder.chmod(0o755)
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that all users can enter, as pytest's are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
@@ -297,9 +300,7 @@ def let_others_reach(agent: RunningAgent) -> None:
     ],
     ids=["not UTF-8", "a member", "no member", "a name that says so"],
 )
-def test_members_of_a_group(
-    tmp_path: Path, name: bytes, groups: list[int], is_served: bool
-) -> None:
+def test_members_of_a_group(public: Path, name: bytes, groups: list[int], is_served: bool) -> None:
     """Whatever their processes are called."""
     code = f"""
 import contextlib, os, socket
@@ -309,13 +310,12 @@ os.setgid(65534)
 os.setuid(65534)
 peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 peer.settimeout({WAIT_S})
-peer.connect({str(tmp_path / "agent" / "s")!r})
+peer.connect({str(public / "s")!r})
 with contextlib.suppress(BrokenPipeError):  # it was refused already
     peer.sendall({frame(Pools())!r})
 print(peer.recv(65536))
 """
-    with running(tmp_path / "agent", group=65533) as agent:
-        let_others_reach(agent)
+    with running(public, group=65533) as agent:
         os.chmod(agent.path, 0o666)  # the credentials alone keep them out
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd="/"
@@ -327,9 +327,7 @@ print(peer.recv(65536))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
-def test_another_user_is_refused(agent: RunningAgent, good: NodeStore) -> None:
-    os.chmod(agent.path, 0o666)  # the mode alone keeps them out; so do the credentials
-    let_others_reach(agent)
+def test_another_user_is_refused(public: Path) -> None:
     code = f"""
 import os, socket
 os.setgroups([])
@@ -337,17 +335,20 @@ os.setgid(65534)
 os.setuid(65534)
 peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 peer.settimeout({WAIT_S})
-peer.connect({agent.path!r})
+peer.connect({str(public / "s")!r})
 print(peer.recv(65536))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        cwd="/",
-    )
-    assert "user 65534 may not use the agent" in done.stdout, done.stderr
+    with running(public) as agent, agent.connect() as store:
+        os.chmod(agent.path, 0o666)  # the mode alone keeps them out; so do the credentials
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            cwd="/",
+        )
+        assert "user 65534 may not use the agent" in done.stdout, done.stderr
+        assert store.match([bytes(16)]) == 0
 
 
 def test_the_socket_is_for_its_owner(agent: RunningAgent, tmp_path: Path) -> None:
