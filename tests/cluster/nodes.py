@@ -15,7 +15,7 @@ from tutti.base.arrays import Keys
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.node.client import NodeStore
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 PAGES = 8
 
 
@@ -54,10 +54,17 @@ class Node:
 
     def share(self, keys: Keys) -> None:
         """Stores and loads pages until they are in the remote store."""
-        before = self.remote()["replicated"]
+        before = self.remote()
         self.put(keys)
         self.load(keys)
-        until(lambda: self.remote()["replicated"] >= before + len(keys), "not replicated")
+
+        def replicated() -> bool:
+            now = self.remote()
+            if any(now[name] > before[name] for name in ("replicate_failed", "refused")):
+                self.load(keys)  # a busy machine was too late: pages are offered when they are used
+            return bool(now["replicated"] >= before["replicated"] + len(keys))
+
+        until(replicated, "not replicated")
 
     def remote(self) -> dict[str, Any]:
         counts: dict[str, Any] = self.store.stats()["remote"]
