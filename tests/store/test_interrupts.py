@@ -75,6 +75,10 @@ def interrupt(call: Callable[[], object], instruction: int) -> bool:
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
+        if str(frame.f_globals.get("__name__")).startswith(
+            "hypothesis"
+        ):  # its hook of garbage collections
+            return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             count += 1
