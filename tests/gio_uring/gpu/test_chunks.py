@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import CudaError, DeviceTimeout, Unsupported
-from tutti.gio_uring.gpu import stream_queue
+from tutti.gio_uring.gpu import moved_job, overlap, stream_queue
 from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
 from tutti.gio_uring.iocb import Extents
@@ -298,3 +298,27 @@ def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(seed: int, pages
         rig.store.load(keys, rng.permutation(24)[:pages].tolist()).wait(10)
         found = {name: rig.driver.calls[name] - before[name] for name in names}
         assert found == dict.fromkeys(names, LAYOUT.layers)
+
+
+def test_a_cuda_error_of_a_thread_that_looks_ends_the_load(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that puts a layer does: no waiter is left with a timeout."""
+    rng = np.random.default_rng(seed)
+    for module in (moved_job, overlap):
+        monkeypatch.setattr(module, "CALLS_MAX", 1)  # one layer at a time
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        compute, word = rig.driver.create_stream(), rig.driver.allocate(256)
+        rig.driver.wait_value(compute, word, 1)  # keeps the copies from being done
+        rig.pool.follow(compute)
+        ticket = rig.store.load(keys, list(range(8, 16)))
+        rig.driver.fail["cuEventQuery"] = 1
+        with pytest.raises(CudaError, match="cuEventQuery"):
+            ticket.wait_layer(LAYOUT.layers - 1, 4)
+        rig.driver.array(word)[0] = 1
+        assert ticket.wait_settled(10)
+        rig.store.load(keys, list(range(8, 16))).wait(10)
+        assert [rig.pool.read(page) for page in range(8, 16)] == contents

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -161,6 +162,33 @@ def test_the_start_of_a_transfer_is_interrupted_anywhere(opcode: int) -> None:
         assert rig.submit(OPCODE_WRITE if opcode == OPCODE_READ else OPCODE_READ).wait_released(10)
         if opcode == OPCODE_WRITE:
             assert all((t.array == c).all() for t, c in zip(rig.tensors, contents, strict=True))
+
+
+def test_an_abandoned_transfer_has_its_memory_while_a_thread_puts_it() -> None:
+    """Or its copies would be put on the stream when the memory is another transfer's."""
+    with host_rig() as rig:
+        assert rig.submit(OPCODE_WRITE).wait_released(10)
+        rig.gpu.first_layers(0)
+        entered, goes_on = threading.Event(), threading.Event()
+        copy = rig.driver.copy_batch
+
+        def slow(*columns: Any, **options: Any) -> None:
+            entered.set()
+            assert goes_on.wait(10)
+            copy(*columns, **options)
+
+        rig.driver.copy_batch = slow  # type: ignore[method-assign]
+        job = rig.submit(OPCODE_READ)
+        assert entered.wait(10)
+        thread = threading.Thread(target=job.abandon)
+        thread.start()
+        wait_until(lambda: not rig.is_device_busy(), "the commands never end")
+        wait_until(rig.gpu._loads.are_streams_done, "a stream waits")
+        thread.join(0.2)
+        assert not job.is_free()
+        goes_on.set()
+        thread.join(10)
+        rig.check(OPCODE_READ, "abandoned")
 
 
 def test_an_interrupted_gate_says_that_nothing_was_moved() -> None:

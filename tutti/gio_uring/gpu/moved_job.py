@@ -146,7 +146,6 @@ class MovedJob(Owned):
             else:
                 self._put_layer(self._enqueued)
         except TuttiError as error:
-            _log.exception("a transfer could not be put on the GPU's stream; it is cancelled")
             self._fail(error)
             return True
         with self._changed:
@@ -166,7 +165,11 @@ class MovedJob(Owned):
             former = self._enqueued - chunk.window
             return former >= 0 and not chunk.words.is_ready(former)
         behind = self._enqueued - CALLS_MAX // self._route.calls
-        return behind > 0 and not self._is_moved(behind)
+        try:
+            return behind > 0 and not self._is_moved(behind)
+        except TuttiError as error:
+            self._fail(error)
+            return False
 
     def _put_layer(self, layer: int) -> None:
         queue, route = self._stream_queue, self._route
@@ -248,6 +251,8 @@ class MovedJob(Owned):
                 queue.driver.stream_wait_event(stream, self._events[-1])
 
     def _fail(self, error: TuttiError) -> None:
+        """Under the queue's lock: nothing of it is being put on the stream."""
+        _log.error("a transfer on the GPU's stream is cancelled", exc_info=error)
         self._failure = error  # before it is sealed: copies may have no event behind them
         for job in self._jobs:
             job.cancel()
@@ -259,7 +264,13 @@ class MovedJob(Owned):
         """Ends what an interrupted `submit` left, without a callback."""
         for job in self._jobs:
             job.on_released(None)
-        self._fail(interrupted())
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        for job in self._jobs:  # the queue's thread may wait for their words
+            job.cancel()
+        with self._stream_queue.lock:
+            self._fail(interrupted())
 
     def _is_moved(self, layers: int) -> bool:
         """Whether the stream is through with so many of the layers that it holds."""
@@ -337,7 +348,7 @@ class MovedJob(Owned):
             for job in self._jobs:
                 job.open_gate()
         except BaseException:  # interrupted between two of them
-            self._fail(interrupted())
+            self._interrupt()
             raise
 
     def cancel(self) -> None:
