@@ -9,10 +9,13 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
 from slot_addresses import slot_lba
+from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import ChecksumMismatch
 from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.gpu.stream_queue import StreamQueue
+from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.pool import pool_format
 
 
@@ -121,3 +124,30 @@ def test_damage_in_a_file_fails_its_pages_alone(seed: int, tmp_path: Path) -> No
         rig.store.close()
         driver.close()
     assert not driver.violations
+
+
+def test_digests_that_come_after_the_read_was_cancelled_leave_its_outcome(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels have published it by then; without it the tables would never be free."""
+    monkeypatch.setattr(StreamQueue, "watch", lambda *_: None)  # nobody has looked at it yet
+    with rig_over_memory() as rig:
+        keys, pages = some_keys(np.random.default_rng(seed), 8), np.arange(8, dtype=np.uint32)
+        rig.store.put(keys, pages.tolist()).wait(10)
+        job = rig.gpu.submit(
+            OPCODE_READ,
+            rig.store._core.extents(rig.store._core.index.find(keys)),
+            pages,
+            rig.pool.memory,
+            digests=np.zeros((8, LAYOUT.layers), np.uint64),
+            compare=True,
+            gated=True,
+        )
+        wait_until(lambda: job._enqueued == LAYOUT.layers, "the stream has not all layers")
+        job.cancel()
+        verification = job._route.verification
+        assert verification is not None
+        wait_until(lambda: verification.is_over, "the stream waits for a cancelled read")
+        job.open_gate()
+        assert job.wait_released(10)
+        wait_until(job.is_free, "the tables never come back")

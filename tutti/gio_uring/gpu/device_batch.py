@@ -6,6 +6,7 @@ The structs are those of `device_batch`; kernels/device/parameters.cuh describes
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,7 +149,8 @@ class DeviceBatch:
         self._tallies_offset = image.add(np.zeros(self._tallies_nbytes, np.uint8))
         self._status_offset = image.add(np.zeros(pages.size, np.uint32))
         staged_offset = None if staged is None else image.add(staged.bases)
-        self.digests_offset = None if digests is None else image.add(digests)
+        self._digests_shape = (0, 0) if digests is None else digests.shape
+        self._digests_offset = 0 if digests is None else image.add(digests)
         if commands is not None:
             links = self._add_commands(commands, layers)
         words_nbytes = LayerWords.nbytes_of(layers) if own_words else 0
@@ -163,8 +165,8 @@ class DeviceBatch:
         slices.paged, slices.page_status = base + paged_offset, base + self._status_offset
         if staged is not None and staged_offset is not None:
             slices.staged_bases, slices.staged_stride = base + staged_offset, staged.stride_nbytes
-        if self.digests_offset is not None:
-            slices.digests = base + self.digests_offset
+        if digests is not None:
+            slices.digests = base + self._digests_offset
         self.batch.slices, self.batch.tallies = base + slices_offset, base + self._tallies_offset
         if commands is not None:
             iocb, runs, command_pages, bases, shares, states = links
@@ -217,6 +219,19 @@ class DeviceBatch:
     def result(self, offset: int, nbytes: int) -> Bytes:
         """What `download` brought back of one part."""
         return view_at(self.tables.host.address + offset, nbytes)
+
+    def digests(self) -> U64:
+        """Those of the tables in pinned memory, uint64 (pages, layers): the outcome of a write once
+        `download_digests` was done.
+        """
+        nbytes = 8 * math.prod(self._digests_shape)
+        raw = self.result(self._digests_offset, nbytes)
+        return raw.view(np.uint64).reshape(self._digests_shape)
+
+    def download_digests(self, driver: Driver, stream: int) -> None:
+        """Enqueues the copy of what kernels computed back to `digests`."""
+        nbytes = 8 * math.prod(self._digests_shape)
+        self.download(driver, self._digests_offset, nbytes, stream)
 
     def download(self, driver: Driver, offset: int, nbytes: int, stream: int) -> None:
         """Enqueues the copy of one part back to where `result` finds it."""

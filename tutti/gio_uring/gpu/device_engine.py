@@ -207,8 +207,9 @@ class DeviceEngine(Owned):
                 ),
                 owner,
             )
-            is_read, compare = opcode == OPCODE_READ, options.get("compare", False)
-            work = KernelWork(batch, staged, is_read, compare, digests, timeout_s)
+            is_read = opcode == OPCODE_READ
+            computed = None if options.get("compare", False) else digests
+            work = KernelWork(batch, staged, is_read, computed, timeout_s)
             job = DeviceJob(self, work, pages.size, options.get("on_released"))
             owner.is_free = job.is_free
             if not options.get("gated"):
@@ -296,9 +297,8 @@ class DeviceEngine(Owned):
                 if layer + 1 < layers:
                     stream_queue.driver.record_event(events[layer], stream_queue.stream)
             batch.download_outcome(stream_queue.driver, stream_queue.stream)
-            if work.digests is not None and not work.compare and batch.digests_offset is not None:
-                size = work.digests.nbytes
-                batch.download(stream_queue.driver, batch.digests_offset, size, stream_queue.stream)
+            if work.computed is not None:
+                batch.download_digests(stream_queue.driver, stream_queue.stream)
             stream_queue.driver.write_value(stream_queue.stream, work.staged.device_words, 1)
             # With the last layer comes what became of all: who waited for it knows.
             stream_queue.driver.record_event(events[-1], stream_queue.stream)
@@ -396,9 +396,8 @@ class DeviceEngine(Owned):
     def _finish(self, job: DeviceJob) -> None:
         work = job.work
         status, is_owned = work.batch.outcome()
-        if work.digests is not None and not work.compare and work.batch.digests_offset is not None:
-            found = work.batch.result(work.batch.digests_offset, work.digests.nbytes)
-            work.digests[:] = found.view(np.uint64).reshape(work.digests.shape)
+        if work.computed is not None:
+            work.computed[:] = work.batch.digests()
         job.finish(status, is_kept=is_owned or bool((status == STATUS_TIMED_OUT).any()))
 
     def close(self, timeout_s: float = 10.0) -> None:

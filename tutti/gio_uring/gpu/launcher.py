@@ -20,13 +20,15 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What kernels need of a job until it is over.  timeout_s: of each wait in a kernel."""
+    """What kernels need of a job until it is over.
+
+    computed: where the digests of a write go, or None.  timeout_s: of each wait in a kernel.
+    """
 
     batch: DeviceBatch
     staged: StagedLayers
     is_read: bool
-    compare: bool
-    digests: U64 | None
+    computed: U64 | None
     timeout_s: float
 
     @property

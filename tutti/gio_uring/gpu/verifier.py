@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from tutti.base.arrays import U32, U64
 from tutti.base.process import Owned
 from tutti.base.units import MiB
@@ -88,8 +86,10 @@ class Verifier(Owned):
         is_read = expected.opcode == OPCODE_READ
         tables = self._of_reads if is_read else self._of_writes
         batch = DeviceBatch(tables, request, owner, own_words=True)
-        computed = None if is_read else expected.digests
-        return Verification(self._driver, self._function, batch, self.blocks, computed)
+        batch.write()
+        return Verification(
+            self._driver, self._function, batch, self.blocks, expected.digests, computes=not is_read
+        )
 
     def close(self) -> None:
         """Frees the tables; nothing may use them any more."""
@@ -98,20 +98,28 @@ class Verifier(Owned):
 
 
 class Verification:
-    """The digests of one transfer.  computed: where those of a write go; None for a read."""
+    """The digests of one transfer.  computes: those of a write, else a read's are compared."""
 
     def __init__(
-        self, driver: Driver, function: int, batch: DeviceBatch, blocks: int, computed: U64 | None
+        self,
+        driver: Driver,
+        function: int,
+        batch: DeviceBatch,
+        blocks: int,
+        digests: U64,
+        *,
+        computes: bool,
     ) -> None:
         self._driver, self._function = driver, function
         self._batch, self._blocks = batch, blocks
-        self._computed = computed
+        self._digests, self._computes = digests, computes
         self.words: LayerWords = batch.words
-        batch.write()
 
     def refresh(self) -> None:
-        """The digests are filled now; nothing was uploaded yet."""
-        self._batch.write()
+        """The digests are filled now.  A cancelled read is verified by then: nothing else is
+        written.
+        """
+        self._batch.digests()[:] = self._digests
 
     def upload(self, stream: int) -> None:
         """Enqueues the copy of its tables to the device."""
@@ -126,8 +134,8 @@ class Verification:
     def put_outcome(self, stream: int) -> None:
         """Enqueues what became of all layers, whose kernels have ended by then."""
         batch, driver = self._batch, self._driver
-        if self._computed is not None and batch.digests_offset is not None:
-            batch.download(driver, batch.digests_offset, self._computed.nbytes, stream)
+        if self._computes:
+            batch.download_digests(driver, stream)
         batch.download_outcome(driver, stream)
         driver.write_value(stream, batch.device_words, 1)
 
@@ -144,7 +152,6 @@ class Verification:
         """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; once it is over.  Fills the digests of a
         write.
         """
-        if self._computed is not None and self._batch.digests_offset is not None:
-            found = self._batch.result(self._batch.digests_offset, self._computed.nbytes)
-            self._computed[:] = found.view(np.uint64).reshape(self._computed.shape)
+        if self._computes:
+            self._digests[:] = self._batch.digests()
         return self._batch.outcome()[0]
