@@ -14,6 +14,7 @@
 
 #include "cuda_kernels.h"  // first: words of CUDA
 // The device.
+#include "cuda_contexts.h"
 #include "cuda_state.h"
 #include "ptx_machine.h"
 
@@ -88,40 +89,6 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 CUresult cuDeviceGetPCIBusId(char* address, int nbytes, CUdevice device) {
   REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
   return kPciAddress.copy(address, nbytes - 1) == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
-
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  REFUSE_IF(!machine_of().is_initialised, CUDA_ERROR_NOT_INITIALIZED);
-  REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
-  ++machine_of().context_uses;
-  *context = primary();
-  return CUDA_SUCCESS;
-}
-
-CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
-  REFUSE_IF(device != kDevice, CUDA_ERROR_INVALID_DEVICE);
-  REFUSE_IF(machine_of().context_uses == 0, CUDA_ERROR_INVALID_CONTEXT);
-  --machine_of().context_uses;
-  return CUDA_SUCCESS;
-}
-
-CUresult cuCtxGetCurrent(CUcontext* context) {
-  REFUSE_IF(!machine_of().is_initialised, CUDA_ERROR_NOT_INITIALIZED);
-  *context = contexts().empty() ? nullptr : contexts().back();
-  return CUDA_SUCCESS;
-}
-
-CUresult cuCtxPushCurrent(CUcontext context) {
-  REFUSE_IF(context != primary(), CUDA_ERROR_INVALID_CONTEXT);
-  contexts().push_back(context);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuCtxPopCurrent(CUcontext* context) {
-  REFUSE_IF(contexts().empty(), CUDA_ERROR_INVALID_CONTEXT);
-  if (context != nullptr) *context = contexts().back();
-  contexts().pop_back();
-  return CUDA_SUCCESS;
 }
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
@@ -448,6 +415,7 @@ const EntryPoint kEntryPoints[] = {SINCE(cuInit, 2000),
                                    SINCE(cuGetProcAddress, 12000),
                                    SINCE(cuGetErrorName, 6000),
                                    SINCE(cuGetErrorString, 6000),
+                                   SINCE(cuThreadExchangeStreamCaptureMode, 10010),
                                    SINCE(cuStreamCreateWithPriority, 5050),
                                    SINCE(cuStreamDestroy, 4000),
                                    SINCE(cuStreamQuery, 2000),

@@ -66,6 +66,8 @@ def test_every_name_and_field_exists() -> None:
     assert int(results.CUDA_ERROR_NOT_READY) == gpu_driver._NOT_READY
     registered = results.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     assert int(registered) == gpu_driver._ALREADY_REGISTERED
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert int(mode) == gpu_driver._OWN_CAPTURES
     waits = driver.CUstreamWaitValue_flags
     assert int(waits.CU_STREAM_WAIT_VALUE_GEQ) == gpu_driver._WAIT_GEQ
     sm = driver.CUdevResource().sm
@@ -115,6 +117,7 @@ def test_arguments_are_of_the_kinds_that_cuda_bindings_takes() -> None:
         lambda: driver.destroy_green_context(5),
         lambda: driver._raw("cuFuncLoad", cuda.CUfunction(5)),
         lambda: driver._raw("cuCtxPushCurrent", 5),
+        lambda: driver._raw("cuThreadExchangeStreamCaptureMode", cuda.CUstreamCaptureMode(1)),
         lambda: driver._raw("cuGetProcAddress", b"cuMemcpyBatchAsync", 13000, 0),
         lambda: driver.architecture,
     ]
@@ -139,6 +142,7 @@ class FakeBindings(ModuleType):
         super().__init__("driver")
         self.log: list[str] = []
         self.current = 7  # another device's context, made current by the caller
+        self.mode = 0  # of the thread: no other thread may capture a graph
         self.answers: dict[str, tuple[Any, ...]] = {
             "cuDeviceGet": (0, 3),
             "cuDevicePrimaryCtxRetain": (0, 1234),
@@ -147,7 +151,7 @@ class FakeBindings(ModuleType):
             "cuGetErrorString": (0, b"something"),
             "cuDeviceGetAttribute": (0, 9),
         }
-        self.CUresult = int
+        self.CUresult = self.CUstreamCaptureMode = int
         self.CUmemcpyAttributes = SimpleNamespace
         self.CUmemcpySrcAccessOrder = int
         self.CUdevice_attribute = SimpleNamespace(
@@ -160,7 +164,12 @@ class FakeBindings(ModuleType):
             raise AttributeError(name)
 
         def call(*arguments: Any) -> tuple[Any, ...]:
+            if name == "cuThreadExchangeStreamCaptureMode":
+                former, self.mode = self.mode, arguments[0]
+                return 0, former
             self.log.append(name)
+            if name == "cuEventQuery" and self.mode == 0:
+                return (900,)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
             if name == "cuCtxGetCurrent":
                 return 0, self.current
             if name == "cuCtxPushCurrent":
@@ -207,6 +216,17 @@ def test_calls_run_in_the_devices_context_and_leave_the_callers(bindings: FakeBi
     assert bindings.current == 7
     assert driver.architecture == "sm_99"
     assert driver.version == "12.8"
+
+
+def test_a_graph_that_another_thread_captures_is_not_in_the_way(bindings: FakeBindings) -> None:
+    driver = CudaDriver()
+    assert driver.is_event_done(5)
+    with driver.bound():
+        assert driver.is_event_done(5)
+    bindings.answers["cuStreamQuery"] = (700,)
+    with pytest.raises(CudaError):
+        driver.is_stream_done(5)
+    assert bindings.mode == 0, "the caller's again"
 
 
 def test_an_error_names_its_call(bindings: FakeBindings) -> None:

@@ -37,6 +37,7 @@ _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _REGISTER_IO = 4  # CU_MEMHOSTREGISTER_IOMEMORY
+_OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _WAIT_GEQ = 0
 _WRITE_DEFAULT = 0
 _SOURCE_IN_STREAM_ORDER = 1
@@ -202,6 +203,7 @@ class CudaDriver(Owned):
         self._cuda: Any = driver
         self.device = device
         self._thread = _Thread()
+        self._own_captures = driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._context = 0  # the first calls run without one
         self._call("cuInit", 0)
         self._handle = self._call("cuDeviceGet", device)
@@ -252,15 +254,24 @@ class CudaDriver(Owned):
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the context current, and the caller's again afterwards."""
-        if self._thread.is_bound:
+        """Makes the context current, and the caller's again afterwards.
+
+        A graph that another thread captures is none of this one's: a query would end its capture
+        (pytorch/pytorch#104487).
+        """
+        if self._thread.is_bound or not self._context:
             yield
             return
-        foreign = self._context and int(self._raw("cuCtxGetCurrent")) != self._context
+        foreign = int(self._raw("cuCtxGetCurrent")) != self._context
         if foreign:
             self._raw("cuCtxPushCurrent", self._context)
         try:
-            yield
+            code, former = self._answer("cuThreadExchangeStreamCaptureMode", self._own_captures)
+            try:
+                yield
+            finally:
+                if code == 0:
+                    self._answer("cuThreadExchangeStreamCaptureMode", former)
         finally:
             if foreign:
                 self._raw("cuCtxPopCurrent")

@@ -240,7 +240,7 @@ class StreamQueue(Owned):
         self._start()
 
     def watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
-        """Calls `then` on the queue's thread once `is_over()`, which makes no CUDA call."""
+        """Calls `then` on the queue's thread once `is_over()`, which waits for nothing."""
         with self.lock:
             self._watched.append((is_over, then))
             self._start()
