@@ -1,9 +1,9 @@
 // Moving bytes by a warp: 16 bytes a lane where everything is aligned, else 4 or 1, several of them
 // at once, and never through a path that is not coherent.
 //
-// Readers of staging that another processor wrote have acquired a word that it released:
-// a CQE, a layer's flag, or the stream's own order at the kernel's start.  Loads here are weak and
-// come after that in program order or behind a barrier.
+// Readers of staging that another processor wrote have acquired a CQE that it released, or start
+// after it in the stream's own order.  Loads here are weak and come after that in program order or
+// behind a barrier.
 #pragma once
 
 #include "block.cuh"

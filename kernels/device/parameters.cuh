@@ -84,12 +84,10 @@ struct SliceTable {
   u64 paged;         // Iocb of the pages: pages, bases, segments, opcode, slice_nlb and lba_shift
   u64 staged_bases;  // u64[n_layers], or 0: commands name the pages themselves
   u64 staged_stride;
-  u64 staged_flags;  // LayerWord[n_layers] that another processor releases when a layer is staged,
-                     // or 0: this stream saw to it.  For gio_move of reads alone
-  u64 digests;       // u64[n_pages][n_layers], or 0.  Reads are compared, writes computed
-  u64 page_status;   // u32[n_pages] in device memory, zeroed by the host; a page's first error
+  u64 digests;      // u64[n_pages][n_layers], or 0.  Reads are compared, writes computed
+  u64 page_status;  // u32[n_pages] in device memory, zeroed by the host; a page's first error
 };
-static_assert(sizeof(SliceTable) == 48, "layout shared with Python");
+static_assert(sizeof(SliceTable) == 40, "layout shared with Python");
 
 struct Batch {
   u64 iocb;        // Iocb as the controller addresses memory

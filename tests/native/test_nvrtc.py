@@ -151,7 +151,7 @@ def test_a_word_doorbell_is_a_system_release(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", ["reap", "controller_half", "gio_move"])
+@pytest.mark.parametrize("kernel", ["reap", "controller_half", "gio_persistent_word"])
 def test_the_other_side_is_read_by_system_acquires(architecture: str, kernel: str) -> None:
     assert named(architecture, kernel, "ld.acquire.sys.global.u32")
 
@@ -225,7 +225,7 @@ def test_slices_are_read_16_bytes_a_lane(architecture: str, kernel: str) -> None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", ["gio_drain_word", "gio_resident_word", "gio_move"])
+@pytest.mark.parametrize("kernel", ["gio_drain_word", "gio_resident_word", "gio_persistent_word"])
 def test_polls_have_a_clock_and_stand_aside(architecture: str, kernel: str) -> None:
     assert any("%globaltimer" in s for s in instructions(architecture, kernel))
     assert named(architecture, kernel, "nanosleep")

@@ -44,9 +44,7 @@ class LayerTallyStruct(ctypes.LittleEndianStructure):
 class SliceTableStruct(ctypes.LittleEndianStructure):
     """``gio::SliceTable``: where slices lie, staged and in their pages."""
 
-    _fields_ = (
-        *members(_U64, "paged staged_bases staged_stride staged_flags digests page_status"),
-    )
+    _fields_ = (*members(_U64, "paged staged_bases staged_stride digests page_status"),)
 
 
 class BatchStruct(ctypes.LittleEndianStructure):
