@@ -469,13 +469,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if not good:
             assert batch.error is not None, "a batch that is not good has an error"
             self.error_log.add(f"load: {type(batch.error).__name__}", batch.error)
-            for stored_pool, pages, _ in batch.moved():
+            for stored_pool, pages, *_ in batch.moved():
                 stored_pool.metrics.count("failed_pages", pages, LOAD)
             if not isinstance(batch.error, (KeyMissing, ConfigError)):
                 self.reads.failure()
             return False
-        for stored_pool, pages, nbytes in batch.moved():
-            stored_pool.metrics.moved(LOAD, pages, nbytes, batch.took_s)
+        for stored_pool, pages, nbytes, part_s in batch.moved():
+            stored_pool.metrics.moved(LOAD, pages, nbytes, part_s)
         if not batch.ahead_nbytes:
             self._admission.loaded(batch.nbytes, batch.took_s)
         if crawls(

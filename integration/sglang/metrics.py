@@ -22,7 +22,7 @@ UNFLUSHED = "weights_unflushed"
 METRICS: Mapping[str, tuple[str, str]] = {
     "hit_pages": ("counter", "pages that a look-up found"),
     "miss_pages": ("counter", "pages that a look-up did not find"),
-    "refused_pages": ("counter", "of those found, pages that the options leave to be computed"),
+    "refused_pages": ("counter", "pages found by look-ups that the options leave to be computed"),
     "moved_pages": ("counter", "pages moved, by direction"),
     "moved_bytes": ("counter", "bytes moved, by direction; those read ahead once, used or not"),
     "busy_seconds": ("counter", "time in which something moved, by direction"),

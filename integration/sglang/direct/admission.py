@@ -42,9 +42,9 @@ class Admission:
         self._refused = 0
 
     @property
-    def weighs_staged(self) -> bool:
-        """Whether an answer depends on what was read ahead."""
-        return bool(self._load_s_max or self._recompute_s or self._pays)
+    def timed(self) -> bool:
+        """Whether the time of a load is limited."""
+        return self._load_s_max > 0
 
     @property
     def page_s(self) -> float:
@@ -59,16 +59,16 @@ class Admission:
             self._seconds_per_byte = old + (measured - old) / 4
 
     def bounds(self, staged: int = 0, *, pages: int = 0, asked: int = 0) -> tuple[int, int]:
-        """The shortest and the longest prefix to load, in pages; the latter 0 for none.
+        """The shortest and the longest prefix to load, in pages; (1, 0) for none.
 
-        staged: leading pages that were read ahead, and cost no time: they are never refused.
-        pages, asked: others of the longest prefix that could be restored, and all that the look-up
-        asked for.
+        staged: leading pages that were read ahead, and cost no time.  pages, asked: of the longest
+        prefix that could be restored, and of all that the look-up asked for: the same on all ranks,
+        so that they try a refused hit again together.
         """
         if pages and self._loses(pages, asked):
             self._refused += 1
             if self._refused % 64:
-                return self._pages_min, staged
+                return 1, 0
         return self._pages_min, staged + self.fitting()
 
     def _loses(self, pages: int, asked: int) -> bool:
@@ -78,7 +78,7 @@ class Admission:
 
     def fitting(self) -> int:
         """How many pages can be read in the time that a batch's load may take."""
-        if not self._load_s_max or not self.page_s:
+        if not self.timed or not self.page_s:
             return PAGES_MAX
         return max(1, int(self._load_s_max / self.page_s))
 

@@ -137,15 +137,18 @@ class LoadBatch(Owned):
         self._gpu = gpu
         self._copier = None if gpu is None else StagingCopier(gpu, layers, name)
 
-    def moved(self) -> list[tuple[StoredPool, int, int]]:
-        """Each pool, its distinct pages, read now or ahead, and the bytes that are read now."""
-        found = []
+    def moved(self) -> list[tuple[StoredPool, int, int, float]]:
+        """Each pool, its distinct pages, read now or ahead, the bytes that are read now, and as
+        large a part of the time.
+        """
+        found, whole = [], self.nbytes
         for plan in self._plans:
             rows = [copy.rows for copy in plan.copies if copy.read not in plan.fresh]
             pages = sum(len(read.keys) for read in plan.fresh)
             pages += sum(np.unique(taken).size for taken in rows)
             nbytes = sum(read.nbytes for read in plan.fresh)
-            found.append(((*plan.fresh, *plan.ahead)[0].stored_pool, pages, nbytes))
+            part_s = self.took_s * (nbytes / whole if whole else 1 / len(self._plans))
+            found.append(((*plan.fresh, *plan.ahead)[0].stored_pool, pages, nbytes, part_s))
         return found
 
     @property

@@ -81,20 +81,20 @@ class Lookups:
         wanted = keys if pages_max is None else keys[:pages_max]
         pages = min([self._match(rid, stored_pool, wanted) for stored_pool in self._by_page])
         windows = [self._window(rid, s, wanted[:pages], transfers) for s in self._states]
-        for stored_pool in self._by_page:
-            stored_pool.metrics.count("hit_pages", pages)
-            stored_pool.metrics.count("miss_pages", len(wanted) - pages)
         good = restorable(pages, windows)
         best = int(np.flatnonzero(good)[-1]) if good.any() else 0
         staged = 0
-        if self._admission.weighs_staged and best:
+        if self._admission.timed and best:
             staged = min([self._ahead.staged_pages(p, wanted[:best]) for p in self._by_page])
-        least, most = self._admission.bounds(staged, pages=best - staged, asked=len(keys))
+        least, most = self._admission.bounds(staged, pages=best, asked=len(keys))
         good[:least] = False
         good[most + 1 :] = False
         lengths = np.flatnonzero(good).tolist()
-        self._by_page[0].metrics.count("refused_pages", best - max(lengths, default=0))
-        ahead = self._pages_of(wanted[:best], windows) if best >= least else []
+        for stored_pool in self._by_page:
+            stored_pool.metrics.count("hit_pages", pages)
+            stored_pool.metrics.count("miss_pages", len(wanted) - pages)
+            stored_pool.metrics.count("refused_pages", best - max(lengths, default=0))
+        ahead = self._pages_of(wanted[:best], windows) if most and best >= least else []
         if not ahead:
             self.release([rid])
         return Found(lengths, ahead)
