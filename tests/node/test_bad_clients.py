@@ -43,6 +43,7 @@ from tutti.node.messages import (
     HEADER,
     VERSION,
     Answer,
+    Call,
     Failure,
     Hello,
     Join,
@@ -402,7 +403,7 @@ def test_each_request_has_its_own_deadline(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(path)
         server.listen()
-        connection = Connection(path, WAIT_S)
+        connection = Connection(path, 0.05)
         peer, _ = server.accept()
         with peer, contextlib.closing(connection):
             peer.sendall(answer + answer[:5])
@@ -417,12 +418,27 @@ def test_each_request_has_its_own_deadline(tmp_path: Path) -> None:
             peer.settimeout(WAIT_S)
             received = bytearray()
             while len(received) < len(frame(message)):
-                received += peer.recv(1 << 16)
+                received += peer.recv(1 << 16) or b"the end" * len(frame(message))
             sender.join(WAIT_S)
             assert received == frame(message)
             with pytest.raises(AgentLost, match=r"no answer within 0\.05 s"):
                 connection.receive(0.05)
             assert not connection.is_open
+
+
+def test_a_message_that_nobody_reads_has_a_deadline(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen()
+        connection = Connection(path, WAIT_S)
+        with contextlib.closing(connection), pytest.raises(AgentLost, match=r"within 0\.05 s"):
+            connection.send(Match(bytes(FRAME_NBYTES_MAX // 2)), 0.05)
+
+
+def test_a_number_that_no_message_can_carry() -> None:
+    with pytest.raises(ConfigError, match="64 bits"):
+        frame(Call("ls", {"start": 1 << 64}))
 
 
 def test_too_many_connections(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ PAGES = 48
 QUIET_S = 60.0
 #: The storm waits while more calls go on, or a slow machine has ever more threads to serve.
 CALLS_MAX = 32
+PAUSES_MAX = 1000  # of 10 ms, until fewer go on
 
 
 class Storm:
@@ -65,8 +66,9 @@ class Storm:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(self._random.random() * 0.0005)
             time.sleep(self._random.random() * 0.01)
-            while len(interrupts._running) > CALLS_MAX:
-                time.sleep(0.01)
+            for _ in range(PAUSES_MAX):
+                if len(interrupts._running) > CALLS_MAX:
+                    time.sleep(0.01)
 
 
 def traffic(store: ObjectStore, memory: HostMemory, rng: np.random.Generator) -> None:

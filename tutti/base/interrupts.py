@@ -184,6 +184,7 @@ class _Call:
         """Undoes it once it has ended; if it has not begun it never will."""
         if self._claim.acquire(blocking=False):
             _running.discard(weakref.ref(self))
+            self._ended.set()
             return
         while not self.wait(_LOOK_S):
             pass  # bounded by the deadlines of what is called
@@ -232,7 +233,9 @@ def _wait_for_calls() -> None:
     """Before finalizers run at exit: they end what a call may be about to end."""
     deadline_s = time.monotonic() + _EXIT_S
     for weak in list(_running):
-        if (call := weak()) is not None:
+        call = weak()
+        # One that has not begun by then was interrupted before a thread was given it.
+        if call is not None and not call.wait(_LOOK_S) and call._claim.locked():
             call.wait(deadline_s - time.monotonic())
 
 

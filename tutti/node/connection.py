@@ -96,19 +96,18 @@ class Connection:
 
     def send(self, message: Message, timeout_s: float) -> None:
         """Sends a message.  Raises AgentLost."""
-        raw = frame(message)
-        try:
+        left, deadline_s = memoryview(frame(message)), time.monotonic() + timeout_s
+        while left:  # bounded by the deadline; once, as a rule
             try:
-                sent = self._socket.send(raw, socket.MSG_DONTWAIT)  # all of it, as a rule
-            except BlockingIOError:
-                sent = 0
-            if sent < len(raw):
-                self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
-                self._socket.sendall(memoryview(raw)[sent:])
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the agent hung up: why, or the end, is still to be read
-        except OSError as error:
-            raise self._lost(_reason(error, timeout_s)) from error
+                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError as error:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._is_ready(select.POLLOUT, left_s):
+                    raise self._lost(_reason(error, timeout_s)) from error
+            except (BrokenPipeError, ConnectionResetError):
+                return  # the agent hung up: why, or the end, is still to be read
+            except OSError as error:
+                raise self._lost(_reason(error, timeout_s)) from error
 
     def receive(self, timeout_s: float) -> Any:
         """The next answer.  Raises what it says if it is a Failure, or AgentLost."""
@@ -141,6 +140,8 @@ class Connection:
         return memoryview(came)[HEADER.size : end]
 
     def _receive_some(self, deadline_s: float, timeout_s: float) -> None:
+        if self._came:  # a part of it
+            self._limit_waits(max(0.0, deadline_s - time.monotonic()))
         try:
             part = self._socket.recv(_RECEIVE_NBYTES)
         except OSError as error:
@@ -174,11 +175,12 @@ class Connection:
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether an answer, or the end of the connection, has begun to arrive."""
-        if self._came:
-            return True
+        return bool(self._came) or self._is_ready(select.POLLIN, timeout_s)
+
+    def _is_ready(self, event: int, timeout_s: float) -> bool:
         poll = select.poll()  # as select() takes no descriptor above 1023
         try:
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self._socket, event)
             return bool(poll.poll(timeout_s * 1000))
         except (OSError, ValueError) as error:
             raise self._lost("it was closed") from error

@@ -201,8 +201,14 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: Message) -> bytes:
-    """The bytes of a message with its length.  Raises ConfigError above FRAME_NBYTES_MAX."""
-    body: bytes = _encoder.encode(message)
+    """The bytes of a message with its length.
+
+    Raises ConfigError above FRAME_NBYTES_MAX, and for a number of more than 64 bits.
+    """
+    try:
+        body: bytes = _encoder.encode(message)
+    except OverflowError as error:
+        raise ConfigError(f"the agent takes no number of more than 64 bits: {error}") from error
     if len(body) > FRAME_NBYTES_MAX:
         raise ConfigError(
             f"a message of {len(body)} bytes, at most {FRAME_NBYTES_MAX} are sent; ask for less"
