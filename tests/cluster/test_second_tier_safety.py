@@ -118,7 +118,15 @@ def test_fetched_pages_are_stored_a_few_at_a_time_beside_local_loads(
         first.share(keys)
         tier = tier_of(second)
         monkeypatch.setattr(tier, "_at_once", 3)
-        monkeypatch.setattr(tier._local, "near", lambda: beside)
+        settle, begun = tier._settle, []
+
+        def settled(*parts: int) -> None:
+            settle(*parts)
+            if beside and not parts:  # a load begins while the put before is waited for
+                begun.append(True)
+
+        monkeypatch.setattr(tier, "_settle", settled)
+        monkeypatch.setattr(tier._local, "near", lambda: bool(begun))
         put_request, tickets = tier._store.put_request, []
 
         def put(request: Any) -> Any:

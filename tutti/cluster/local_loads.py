@@ -27,27 +27,26 @@ class LocalLoads:
         self._store, self._patience_s = store, patience_s
         self._waited, self._stopping = waited, stopping
         self._seen, self._seen_s = (0, 0), 0.0  # loads that began, that ended; the last change
-        self._lost = 0  # loads that were waited for in vain: they have failed, or are held
 
     def near(self) -> bool:
         """Whether a load is under way, or was a moment ago."""
+        begun = self._store._loader._loads  # first: loads go on meanwhile
         ended = sum(self._store._core.load_latency.as_dict()["counts"])
-        begun, now_s = self._store._loader._loads, time.monotonic()
+        now_s = time.monotonic()
         if (begun, ended) != self._seen:
             self._seen, self._seen_s = (begun, ended), now_s
-        self._lost = min(self._lost, max(0, begun - ended))
-        return begun - ended > self._lost or now_s < self._seen_s + _PAUSE_S
+        return begun > ended or now_s < self._seen_s + _PAUSE_S
 
-    def wait_for_pause(self) -> bool:
-        """Whether there is a pause now, after the longest wait at the latest."""
+    def wait_for_pause(self, deadline_s: float) -> bool:
+        """Whether there is a pause now, after the longest wait or at the deadline at the latest."""
         if not self.near():
             return True
-        self._waited()
-        since_s = time.monotonic()
+        end_s = min(deadline_s, time.monotonic() + self._patience_s)
+        time.sleep(_PAUSE_S)  # it may have ended long ago
+        if self.near():
+            self._waited()
         while self.near():
-            if self._stopping() or time.monotonic() >= since_s + self._patience_s:
-                if self._seen_s < since_s:  # no load began or ended meanwhile
-                    self._lost = self._seen[0] - self._seen[1]
+            if self._stopping() or time.monotonic() >= end_s:
                 return False
             time.sleep(_PAUSE_S)
         return True

@@ -112,8 +112,8 @@ class Tier:
         self._has_fetched = False  # in the last step
         self._changed = threading.Condition()
         self._stopping = False
-        waits = partial(self._count, "fetch_waits", 1), lambda: self._stopping
-        self._local = LocalLoads(store, _PATIENCE * config.timeout_s, *waits)
+        waited, patience_s = partial(self._count, "fetch_waits", 1), _PATIENCE * config.timeout_s
+        self._local = LocalLoads(store, patience_s, waited, lambda: self._stopping)
         self._is_off = False
         self._answered = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -365,8 +365,7 @@ class Tier:
         self._count("absent", len(keys) - len(found))
         budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
         self._count("over_budget", len(found[budget:]))
-        found = found[:budget]
-        parts, reads = deque(split(found, self._part)), deque[Read]()
+        parts, reads = deque(split(found[:budget], self._part)), deque[Read]()
         free = itertools.cycle(range(len(self._in_use)))
         try:
             while self._ask(parts, reads, free, work.deadline_s):
@@ -376,7 +375,7 @@ class Tier:
                 # Asked before the puts, so that the remote store has work meanwhile.
                 if is_whole and not self._local.near():
                     self._ask(parts, reads, free, work.deadline_s)
-                self._put(come)
+                self._put(come, work.deadline_s)
                 if not is_whole:
                     break  # nothing is stored behind a hole
         finally:
@@ -389,11 +388,10 @@ class Tier:
         self, parts: deque[Keys], reads: deque[Read], free: Iterator[int], deadline_s: float
     ) -> deque[Read]:
         """Begins to read parts, while there is staging memory for them, and adds them to reads.
-
         Beside local loads one at a time: what was asked for cannot be stopped.
         """
         while parts and len(reads) < len(self._in_use) - 1 and not (reads and self._local.near()):
-            most = self._part if self._local.wait_for_pause() else self._beside
+            most = self._part if self._local.wait_for_pause(deadline_s) else self._beside
             part = next(free)
             self._settle(part)
             if time.monotonic() >= deadline_s:
@@ -425,12 +423,14 @@ class Tier:
         self._count("absent", len(right.keys) - len(come.keys))
         return come
 
-    def _put(self, read: Read) -> None:
+    def _put(self, read: Read, deadline_s: float) -> None:
         """Stores verified staging pages in the pool, beside local loads a few at a time."""
-        most = self._at_once if self._local.near() else self._part
-        for request in puts(read, self._staging, most):
-            self._settle()  # one at a time, so that a load waits for few writes
-            self._local.wait_for_pause()
+        self._settle()  # one at a time, so that a load waits for few writes
+        most = self._part if self._local.wait_for_pause(deadline_s) else self._at_once
+        for number, request in enumerate(puts(read, self._staging, most)):
+            if number:
+                self._settle()
+                self._local.wait_for_pause(deadline_s)
             self._store.catalogue.expiry.watch(request.expiry_64s > 0)
             ticket = self._store.put_request(request)
             self._in_use[read.part].append((ticket.wait_ended, _Landing(request.keys, ticket)))
