@@ -46,7 +46,6 @@ USES = {
         "set_if_zero(&tally->status, status)",
         "store_relaxed(&flag->status, own_load(&tally->status))",
         "store_release(&flag->ready, batch->ready)",
-        "ready = load_acquire(&flag->ready)",
         "load_acquire(at<u32>(box.posted))",
         "store_release(consumed, next)",
     ],
@@ -386,13 +385,13 @@ PATTERNS = {
         lambda v: v["was"] == v["earlier"] == 0 and v["last"] == 1 and v["known"] == 0,
         [{"fetch_add arrived": "atom.relaxed.gpu"}],
     ),
-    "every thread of a mover's block sees the staging that its first thread acquired": Pattern(
+    "every thread of a resident block sees the staging whose completion one lane acquired": Pattern(
         {
-            "cpu": """
+            "drive": """
                 st.weak staging 1
-                store_release ready 1""",
+                store_release cqe 1""",
             "b0.0": """
-                load_acquire ready -> released
+                load_acquire cqe -> released
                 bar block""",
             "b0.9": """
                 bar block
@@ -401,8 +400,8 @@ PATTERNS = {
         lambda v: v["released"] == 1 and v["seen"] == 0,
         [
             {"bar block": ""},
-            {"load_acquire ready": "ld.relaxed.sys"},
-            {"load_acquire ready": "ld.acquire.gpu"},
+            {"load_acquire cqe": "ld.relaxed.sys"},
+            {"load_acquire cqe": "ld.acquire.gpu"},
         ],
     ),
     "a write's doorbell covers what the block gathered": Pattern(
