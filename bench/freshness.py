@@ -46,7 +46,6 @@ _RING_SOAK = (
     *(f"tests/native/{n}" for n in ("fiber.h", "programs.py")),
     "tests/soak/rings.py",
 )
-_RING_THREADS = (*_RING_SOAK, "tests/native/ring_stress.cpp")
 _GPU = "tutti/gio_uring/gpu"
 #: In folders above, but in no result that does not name it: making and replacing pools ends before
 #: anything is measured, without a GPU none of its engines runs, and a report only shows results.
@@ -121,8 +120,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "slack-file": (*_TRANSFERS, *_SLACK),
     "soak": ("kernels", "tutti", "tests/soak"),
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
-    "soak-threads-1": _RING_THREADS,
-    "soak-threads-2": _RING_THREADS,
+    "soak-threads": (*_RING_SOAK, "tests/native/ring_stress.cpp"),
     "submit": (
         *("kernels/device", _GPU, "integration/sglang/direct"),
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
