@@ -426,7 +426,7 @@ def test_each_request_has_its_own_deadline(tmp_path: Path) -> None:
             assert not connection.is_open
 
 
-def test_a_message_that_nobody_reads_has_a_deadline(tmp_path: Path) -> None:
+def test_a_message_that_is_never_read_has_a_deadline(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(path)

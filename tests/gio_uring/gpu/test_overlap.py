@@ -6,6 +6,8 @@ On a stand-in for the CUDA driver: no GPU is involved, and what is slow moves a 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,16 @@ def slow_medium(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.store, "load", begin)
 
 
+@contextmanager
+def eight_pages(seed: int) -> Iterator[tuple[Rig, Any, list[bytes]]]:
+    """A store over memory with eight pages: their keys and contents."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
+        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
+        rig.store.put(keys, list(range(8))).wait(10)
+        yield rig, keys, contents
+
+
 def load(rig: Rig, keys: Any, contents: list[bytes]) -> int:
     """Loads into other pages, and compares; the batches of copies that it took."""
     before, pages = rig.driver.calls["cuMemcpyBatchAsync"], range(8, 8 + len(keys))
@@ -104,10 +116,7 @@ def overlaps(rig: Rig) -> dict[str, dict[str, Any]]:
 def test_slow_copies_choose_cross_and_a_slow_medium_intra(
     seed: int, monkeypatch: pytest.MonkeyPatch, slow: Any, chosen: str, calls: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+    with eight_pages(seed) as (rig, keys, contents):
         slow(rig, monkeypatch)
         taken = [load(rig, keys, contents) for _ in range(LOADS)]
         assert taken == [LAYOUT.layers] * (1 + TRIALS) + [1] * TRIALS
@@ -122,10 +131,7 @@ def test_slow_copies_choose_cross_and_a_slow_medium_intra(
 def test_a_late_look_measures_the_whole_of_a_read(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
-    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+    with eight_pages(seed) as (rig, keys, contents):
         slow_copies(rig, monkeypatch)
         watch = rig.gpu._loads.watch
 
@@ -145,10 +151,7 @@ def test_a_late_look_measures_the_whole_of_a_read(
 def test_reads_that_are_over_at_the_first_look_are_no_trial(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
-    with rig_over_memory(verify="off", timeout_s=30.0) as rig:
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+    with eight_pages(seed) as (rig, keys, contents):
         load(rig, keys, contents)  # the warm-up
         watched: list[Any] = []
         with monkeypatch.context() as patch:

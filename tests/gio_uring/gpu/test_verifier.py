@@ -130,7 +130,7 @@ def test_digests_that_come_after_the_read_was_cancelled_leave_its_outcome(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels have published it by then; without it the tables would never be free."""
-    monkeypatch.setattr(StreamQueue, "watch", lambda *_: None)  # nobody has looked at it yet
+    monkeypatch.setattr(StreamQueue, "watch", lambda *_: None)  # before the first look
     with rig_over_memory() as rig:
         keys, pages = some_keys(np.random.default_rng(seed), 8), np.arange(8, dtype=np.uint32)
         rig.store.put(keys, pages.tolist()).wait(10)

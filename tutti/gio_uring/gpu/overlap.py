@@ -33,7 +33,7 @@ GAIN = 2.0
 class _Trial:
     """Measures one read, on the queue's thread: from its start, or the end of the read before.
 
-    Where both reads are over at the first look, nobody knows when the second one began: no trial.
+    Where both reads are over at the first look, the start of the second one is unknown: no trial.
     """
 
     def __init__(self, moved: MovedJob, before: MovedJob | None, began_s: float) -> None:
