@@ -36,11 +36,11 @@ from tutti.commands.outcome import (
     CommandResult,
 )
 from tutti.commands.settings import configure
-from tutti.errors import ConfigError, TuttiError, system_message
+from tutti.errors import ConfigError, KeyMissing, TuttiError, system_message
 
 _EXIT_CODES = (
     (EXIT_OK, "success"),
-    (EXIT_FAILED, "a check failed: fsck found damage, replay found wrong bytes"),
+    (EXIT_FAILED, "a check failed: damage, wrong bytes, or a named object that is not in the pool"),
     (EXIT_USAGE, "invalid arguments"),
     (EXIT_UNUSABLE, "the pool or device cannot be used; stderr has the reason and the remedy"),
     (EXIT_DEFECT, "a bug in tutti; stderr has the traceback"),
@@ -296,6 +296,8 @@ def _failure(error: BaseException) -> tuple[str, int]:
         return "interrupted", EXIT_INTERRUPTED
     if isinstance(error, ConfigError):
         return str(error), EXIT_USAGE
+    if isinstance(error, KeyMissing):
+        return str(error), EXIT_FAILED
     if isinstance(error, TuttiError):
         return str(error), EXIT_UNUSABLE
     if isinstance(error, OSError):

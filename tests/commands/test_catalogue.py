@@ -104,6 +104,30 @@ def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "32 hexadecimal digits" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["rm"], ["pin"], ["pin", "--undo"], ["export", "--out"]])
+def test_keys_that_are_not_in_the_pool_are_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """The others are done; a namespace without objects is not an error."""
+    pool, out = str(tmp_path / "pool.tutti"), tmp_path / "docs.tkv"
+    there, absent = (key.tobytes().hex() for key in some_keys(np.random.default_rng(seed), 2))
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        store.allocate_memory(1)
+        store.put([bytes.fromhex(there)], [0]).wait(30)
+    command, *more = [*words, str(out)] if "--out" in words else words
+    assert main([command, pool, absent, absent, "--chain", *more]) == 1
+    assert capsys.readouterr().err == f"tutti: not in the pool: {absent}\n"
+    assert not out.exists()
+    assert main([command, pool, "--namespace", "none", *more]) == 0
+    out.unlink(missing_ok=True)
+    assert main([command, pool, absent, there, *more]) == 1
+    assert absent in capsys.readouterr().err
+    assert out.exists() == (command == "export")
+    (found,) = run(capsys, "ls", pool)["listed"] or [None]
+    assert (found is None) == (command == "rm")
+    assert found is None or found["pinned"] == (more == [])
+
+
 def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:

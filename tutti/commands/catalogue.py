@@ -63,7 +63,13 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="32 hexadecimal digits, as ls shows")
+    parser.add_argument(
+        "keys",
+        nargs="*",
+        metavar="KEY",
+        help="32 hexadecimal digits, as ls shows; keys that are not in the pool are named at the"
+        " end, with exit code 1",
+    )
     parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
     parser.add_argument(
         "--tokens", metavar="FILE", help="pages of the prompt whose token ids this file has"
@@ -165,15 +171,14 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
 
 def rm(args: argparse.Namespace) -> CommandResult:
     """Removes objects."""
-    with _opened(args, args.name) as store:
-        gone = store.catalogue.delete(_chosen(store, args))
+    with _chosen(args) as (store, keys):
+        gone = store.catalogue.delete(keys)
     return CommandResult({"removed": gone}, f"{gone} objects removed")
 
 
 def pin(args: argparse.Namespace) -> CommandResult:
     """Pins or unpins objects."""
-    with _opened(args, args.name) as store:
-        keys = _chosen(store, args)
+    with _chosen(args) as (store, keys):
         count = store.catalogue.unpin(keys) if args.undo else store.catalogue.pin(keys)
         if args.ttl is not None:
             store.catalogue.expire(keys, args.ttl)
@@ -184,8 +189,7 @@ def pin(args: argparse.Namespace) -> CommandResult:
 def export(args: argparse.Namespace) -> CommandResult:
     """Writes objects to a file, which appears when it is complete."""
     part = Path(f"{args.out}.part")
-    with _opened(args, args.name) as store:
-        keys = _chosen(store, args)
+    with _chosen(args) as (store, keys):
         if Path(args.out).exists():
             raise ConfigError(f"{args.out} exists; name another file, or remove it first")
         try:
@@ -247,20 +251,33 @@ def _namespace(tenant: int, names: Mapping[int, str]) -> str:
     return names.get(tenant, f"#{tenant}") if tenant else ""
 
 
-def _chosen(store: Store, args: argparse.Namespace) -> Keys:
-    """The keys that the arguments name.  Raises ConfigError when they name none."""
+@contextmanager
+def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
+    """The pool, and the keys that the arguments name.
+
+    Raises ConfigError when they name none, and KeyMissing for those that are not in the pool: at
+    once if that is all of them, else at the end.
+    """
     if not args.keys and args.namespace is None and args.tokens is None:
         raise ConfigError(
             "no objects are named; give keys as `tutti ls` shows them, --namespace, or --tokens"
         )
-    keys = [_key(text) for text in args.keys]
-    if args.tokens is not None:
-        keys += [key.tobytes() for key in _prompt_keys(store, args.tokens)]
-    if args.namespace is not None:
-        keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
-    if args.chain:
-        keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
-    return as_keys(keys) if keys else np.zeros((0, KEY_NBYTES), np.uint8)
+    keys = list(dict.fromkeys(_key(text) for text in args.keys))
+    with _opened(args, args.name) as store:
+        present = {info.key for info in store.catalogue.objects(as_keys(keys))}
+        missing = [key for key in keys if key not in present]
+        if args.tokens is not None:
+            keys += [key.tobytes() for key in _prompt_keys(store, args.tokens)]
+        if args.namespace is not None:
+            keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
+        if args.chain:
+            keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
+        absent = KeyMissing(f"not in the pool: {', '.join(key.hex() for key in missing)}")
+        if missing and len(keys) <= len(missing):
+            raise absent
+        yield store, as_keys(keys)
+        if missing:
+            raise absent
 
 
 def _prompt_keys(store: Store, file: str) -> Keys:
