@@ -172,9 +172,7 @@ def test_a_submitter_enqueues_the_first_layers_alone(
         run(queue)
 
     with rig_over_memory(verify="off") as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 8)
         monkeypatch.setattr(StreamQueue, "_run", late)
         copies = rig.driver.calls["cuMemcpyBatchAsync"]
         ticket = rig.store.load(keys, list(range(8, 16)))
@@ -218,9 +216,7 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
 ) -> None:
     rng = np.random.default_rng(seed)
     with rig_over_memory(verify="off", timeout_s=5.0) as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, _ = rig.stored(rng, 8)
         compute = rig.driver.create_stream()
         memory_of(rig).set_faults(Faults(stall_from=1))
         monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 1)  # layers wait to be put
@@ -245,9 +241,7 @@ def test_a_call_that_the_driver_lacks_ends_the_load(
 ) -> None:
     rng = np.random.default_rng(seed)
     with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 8)
 
         def lacks(*_: object) -> None:
             raise Unsupported("cuMemcpyBatchAsync: not found; install a newer driver")
@@ -308,17 +302,13 @@ def test_a_cuda_error_of_a_thread_that_looks_ends_the_load(
     for module in (moved_job, overlap):
         monkeypatch.setattr(module, "CALLS_MAX", 1)  # one layer at a time
     with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
-        compute, word = rig.driver.create_stream(), rig.driver.allocate(256)
-        rig.driver.wait_value(compute, word, 1)  # keeps the copies from being done
-        rig.pool.follow(compute)
+        keys, contents = rig.stored(rng, 8)
+        word = rig.hold_copies()
         ticket = rig.store.load(keys, list(range(8, 16)))
         rig.driver.fail["cuEventQuery"] = 1
         with pytest.raises(CudaError, match="cuEventQuery"):
             ticket.wait_layer(LAYOUT.layers - 1, 4)
-        rig.driver.array(word)[0] = 1
+        word[0] = 1
         assert ticket.wait_settled(10)
         rig.store.load(keys, list(range(8, 16))).wait(10)
         assert [rig.pool.read(page) for page in range(8, 16)] == contents

@@ -17,7 +17,7 @@ from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
 from memory_controller import Faults, MemoryController
 
-from store.pools import LAYOUT, controller_of, formatted, images_of, some_keys
+from store.pools import LAYOUT, Bytes, controller_of, formatted, images_of, some_keys
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -92,6 +92,20 @@ class Rig:
         for page, content in zip(pages, contents, strict=True):
             self.pool.write(page, content)
         return contents
+
+    def stored(self, rng: np.random.Generator, count: int) -> tuple[Bytes, list[bytes]]:
+        """Keys and contents of objects that are stored from the first pages."""
+        keys, pages = some_keys(rng, count), list(range(count))
+        contents = self.fill(pages, rng)
+        self.store.put(keys, pages).wait(10)
+        return keys, contents
+
+    def hold_copies(self) -> Bytes:
+        """Copies wait for a stream that waits until the first byte of the result is 1."""
+        compute, word = self.driver.create_stream(), self.driver.allocate(256)
+        self.driver.wait_value(compute, word, 1)
+        self.pool.follow(compute)
+        return self.driver.array(word)
 
     def layer_bytes(self, page: int, layer: int) -> bytes:
         """Straight from the stand-in's memory, without a CUDA call."""
@@ -300,9 +314,7 @@ def test_seeded_faults_never_show_wrong_bytes(rng: np.random.Generator, seed: in
 def test_records_are_read_before_a_stream_waits(rng: np.random.Generator) -> None:
     """Digests that are not cached close the gate: only when it is open may a stream wait."""
     with rig_over_memory(digest_cache_nbytes=0) as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 8)
         commands = rig.store.engine.stats().commands
         ticket = rig.store.load(keys, list(range(8, 16)))
         ticket.wait(10)
@@ -313,9 +325,7 @@ def test_records_are_read_before_a_stream_waits(rng: np.random.Generator) -> Non
 def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> None:
     # The put has to end within it, also on a machine with much to do.
     with rig_over_memory(timeout_s=2.0) as rig:
-        keys, pages = some_keys(rng, 12), list(range(12))
-        rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, _ = rig.stored(rng, 12)
         memory_of(rig).set_faults(Faults(stall_from=5))
         ticket = rig.store.load(keys, list(range(12, 24)))
         streams = [rig.driver.create_stream() for _ in range(LAYOUT.layers)]
@@ -352,19 +362,15 @@ def test_closing_with_work_in_flight(rng: np.random.Generator) -> None:
 
 def test_a_cuda_error_in_the_middle_ends_the_load(rng: np.random.Generator) -> None:
     with rig_over_memory(has_copy_batch=False) as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
-        compute, word = rig.driver.create_stream(), rig.driver.allocate(256)
-        rig.driver.wait_value(compute, word, 1)  # keeps the copies from being done
-        rig.pool.follow(compute)
+        keys, contents = rig.stored(rng, 8)
+        word = rig.hold_copies()
         rig.driver.fail["cuMemcpyAsync"] = 3  # the copies before it have no event behind them
         ticket = rig.store.load(keys, list(range(8, 16)))
         with pytest.raises(CudaError, match="cuMemcpyAsync"):
             ticket.wait(10)
         assert not ticket.wait_settled(0.2)
         assert not ticket.done
-        rig.driver.array(word)[0] = 1
+        word[0] = 1
         assert ticket.wait_settled(10)
         with pytest.raises(ConfigError, match="start it again"):
             ticket.order_stream(0, 3)
@@ -405,9 +411,7 @@ def test_a_put_follows_the_stream_that_fills_its_pages(rng: np.random.Generator)
 
 def test_a_stream_waits_for_a_layer_alone(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 4), list(range(4))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 4)
         ticket = rig.store.load(keys, list(range(4, 8)))
         compute = rig.driver.create_stream()
         out = rig.driver.allocate(LAYOUT.layers * LAYOUT.segments[0])
