@@ -100,6 +100,13 @@ def test_every_command_that_a_page_names_is_there() -> None:
             assert known, f"{page.name} names `tutti {words}`"
 
 
+def test_no_page_and_no_command_replaces_an_editable_installation() -> None:
+    """One page says how to install Tutti as an ordinary package into SGLang's environment."""
+    files = [*pages(), *ROOT.glob("tutti/commands/*.py")]
+    found = {file.relative_to(ROOT) for file in files if "pip install '." in file.read_text()}
+    assert found == {Path("integration/sglang/README.md")}
+
+
 def test_the_picture_shows_the_modules() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     picture = text[text.index("```") : text.index("## Layers")]

@@ -184,7 +184,7 @@ def _remote(url: str | None) -> RemoteConfig | None:
     config = RemoteConfig.parse(url)
     if importlib.util.find_spec("mooncake") is None:
         raise Unsupported(
-            "--remote needs Mooncake's client; in a clone of this project: pip install '.[cluster]'"
+            "--remote needs Mooncake's client; in a clone of Tutti: pip install -e '.[cluster]'"
         )
     return config
 
