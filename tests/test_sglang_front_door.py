@@ -343,7 +343,9 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     parse_options(config["linker_extra_config"], LINKER, LINKER_OPTIONS)
 
 
-@pytest.mark.parametrize("option", ["verfy=off", "verify", "second_touch=maybe", "timeout_s=x"])
+@pytest.mark.parametrize(
+    "option", ["verfy=off", "verify", "second_touch=maybe", "timeout_s=x", "capacity=2GiB"]
+)
 def test_the_launch_command_refuses_wrong_options(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -270,6 +270,8 @@ def _options(given: list[str], mode: str, own: tuple[Option, ...]) -> dict[str, 
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--option {pair!r} has no value; write NAME=VALUE")
+        if name in ("path", "capacity"):
+            raise ConfigError(f"--option {pair!r}: give --{name} instead")
         try:
             options[name] = _typed(kinds.get(name, "str"), value)
         except ConfigError as error:
