@@ -81,11 +81,21 @@ def above_zero(text: str) -> float:
     return value
 
 
+def member(text: str) -> str:
+    """An argparse type: a part of a pool."""
+    if text.startswith("unix:"):
+        raise argparse.ArgumentTypeError(
+            f"{text} is the socket of an agent; `tutti ls` and `tutti stat` show its pools"
+        )
+    return text
+
+
 def add_paths(parser: argparse.ArgumentParser) -> None:
     """The members of a pool, in the order of its format."""
     parser.add_argument(
         "paths",
         nargs="+",
+        type=member,
         metavar="PATH",
         help="file, block device, or drive such as nvme:0000:03:00.0 (docs/vfio.md); several paths"
         " form one pool and must always be given in the same order",

@@ -38,9 +38,14 @@ def test_a_prompts_pages_are_named_by_its_tokens(
     assert run(capsys, "pin", pool, "--tokens", str(file)) == {"pinned": 4}
     file.write_text(" ".join(map(str, tokens[:33])))
     assert run(capsys, "pin", pool, "--tokens", str(file), "--undo") == {"unpinned": 2}
-    for text, reason in (("1, two", "not a list of token ids"), ("7 " * 40, "no page of this")):
-        file.write_text(text)
-        assert main(["rm", pool, "--tokens", str(file)]) != 0
+    for text, reason, code in (
+        (b"1, two", "not a list of token ids", 2),
+        (b"1, \xff", "not a list of token ids", 2),
+        (b"9" * 30, "not a list of token ids", 2),
+        (b"7 " * 40, "no page of this", 1),
+    ):
+        file.write_bytes(text)
+        assert main(["rm", pool, "--tokens", str(file)]) == code
         assert reason in capsys.readouterr().err
 
 
@@ -138,6 +143,7 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
     )
     names = {layout.fingerprint.hex(): n for n, layout in ((3, LAYOUT), (1, other))}
     with running(tmp_path) as agent:
+        assert run(capsys, "ls", f"unix:{agent.path}") == {"pools": {}}
         for layout, n in ((LAYOUT, 3), (other, 1)):
             with agent.connect(layout) as store:
                 store.allocate_memory(n)

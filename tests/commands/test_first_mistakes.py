@@ -87,6 +87,14 @@ def test_the_socket_of_an_agent_in_place_of_a_pool(
         agent.bind(str(path))
         said = sentence(capsys, "ls", path)
     assert said.endswith(f"is a socket; for the pools of an agent give unix:{path}")
+    for command, *more in (["info"], ["fsck"], ["resize", "--capacity=1GiB"]):
+        assert "`tutti stat` show its" in sentence(capsys, command, f"unix:{path}", *more)
+
+
+def test_a_member_that_is_given_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = tmp_path / "pool.tutti"
+    pool.touch()
+    assert "given twice" in sentence(capsys, "fsck", pool, pool)
 
 
 def test_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def test_arguments_win_over_the_environment_and_that_over_the_file(
     assert given(capsys) == {"path": "/from/file", "capacity": "1GiB"}
     monkeypatch.setenv("TUTTI_SGLANG_PATH", "/from/environment")
     assert given(capsys)["path"] == "/from/environment"
+    monkeypatch.setenv("TUTTI_SGLANG_PATH", "/from/a, /from/b,")
+    assert given(capsys)["path"] == ["/from/a", "/from/b"]
     assert given(capsys, "--path", "/from/argument")["path"] == "/from/argument"
     monkeypatch.setenv("TUTTI_SGLANG_MODE", "hicache")
     assert "class_name" in given(capsys)
@@ -69,6 +71,7 @@ def test_arguments_win_over_the_environment_and_that_over_the_file(
         ('[sglang]\npth = "x"', "unknown key 'pth' in [sglang]: did you mean 'path'?"),
         ('[sglang]\nmode = "both"', "setting mode = 'both'"),
         ("[sglang]\npage-size = 0", "setting page-size = '0'"),
+        ("[sglang]\npath = []", "setting path = []: give at least one value"),
         ("sglang = 1", "write [sglang]"),
         ("not toml", "is not TOML"),
     ],

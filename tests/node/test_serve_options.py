@@ -85,6 +85,10 @@ def test_values_out_of_range_are_refused(words: tuple[str, str], says: str) -> N
         config_of(*words)
 
 
+def test_the_socket_may_be_given_as_clients_give_it() -> None:
+    assert parser().parse_args(["--socket", "unix:/run/s"]).socket == "/run/s"
+
+
 def test_a_flag_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert not config_of("--degraded", "no").degraded
     with pytest.raises(SystemExit):

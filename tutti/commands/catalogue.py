@@ -63,13 +63,8 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "keys",
-        nargs="*",
-        metavar="KEY",
-        help="32 hexadecimal digits, as ls shows; keys that are not in the pool are named at the"
-        " end, with exit code 1",
-    )
+    key = "32 hexadecimal digits, as ls shows; one that is not in the pool makes the exit code 1"
+    parser.add_argument("keys", nargs="*", metavar="KEY", help=key)
     parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
     parser.add_argument(
         "--tokens", metavar="FILE", help="pages of the prompt whose token ids this file has"
@@ -134,6 +129,9 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult])
     """What ``show`` answers for a pool's name; for all pools of an agent that has several."""
     several = args.pool.startswith(AGENT) and not args.name
     names = pools(args.pool) if several else [args.name]
+    if not names:
+        text = "the agent has no pools yet; it makes one when a client connects with a layout"
+        return CommandResult({"pools": {}}, text)
     if len(names) < 2:
         return show(args.name)
     shown = {name: show(name) for name in names}
@@ -264,15 +262,15 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
         )
     keys = list(dict.fromkeys(_key(text) for text in args.keys))
     with _opened(args, args.name) as store:
-        present = {info.key for info in store.catalogue.objects(as_keys(keys))}
-        missing = [key for key in keys if key not in present]
+        there = {info.key for info in store.catalogue.objects(as_keys(keys))}
+        missing = [key.hex() for key in keys if key not in there]
         if args.tokens is not None:
             keys += [key.tobytes() for key in _prompt_keys(store, args.tokens)]
         if args.namespace is not None:
             keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
         if args.chain:
             keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
-        absent = KeyMissing(f"not in the pool: {', '.join(key.hex() for key in missing)}")
+        absent = KeyMissing(f"not in the pool: {', '.join(missing)}")
         if missing and len(keys) <= len(missing):
             raise absent
         yield store, as_keys(keys)
@@ -286,10 +284,10 @@ def _prompt_keys(store: Store, file: str) -> Keys:
     Raises ConfigError for a file that is not of token ids, KeyMissing for a prompt without pages
     here.
     """
-    words = re.split(r"[\s,\[\]]+", Path(file).read_text().strip())
     try:
+        words = re.split(r"[\s,\[\]]+", Path(file).read_text().strip())
         tokens = np.array([word for word in words if word], np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{file} is not a list of token ids: {error}") from error
     layout = store.layout
     keys = chain_keys(layout.fingerprint, tokens, layout.page_size)
@@ -317,13 +315,10 @@ def _with_followers(keys: list[bytes], infos: Sequence[ObjectInfo]) -> list[byte
 
 
 def _key(text: str) -> bytes:
-    try:
-        key = bytes.fromhex(text)
-    except ValueError as error:
-        raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits") from error
-    if len(key) != KEY_NBYTES:
-        raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits")
-    return key
+    with suppress(ValueError):
+        if len(key := bytes.fromhex(text)) == KEY_NBYTES:
+            return key
+    raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits")
 
 
 @contextmanager

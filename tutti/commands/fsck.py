@@ -13,6 +13,7 @@ from tutti.base.units import format_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
 from tutti.pool import replacement
+from tutti.pool.places import check_distinct
 from tutti.transfers.store_config import StoreConfig
 
 _SHOWN_MAX = 20
@@ -52,6 +53,7 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
 
 def run_fsck(args: argparse.Namespace) -> CommandResult:
     """Checks the pool, and repairs it with --repair."""
+    check_distinct(args.paths)
     if args.repair or args.reuse_quarantined:  # which open the pool
         replacement.finish(args.paths)
     with replacement.explained(args.paths):

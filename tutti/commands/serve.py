@@ -20,6 +20,7 @@ from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent
 from tutti.node.agent_pools import AgentPools
+from tutti.node.connect import AGENT
 from tutti.node.served_connection import AgentConfig
 from tutti.placement.eviction import POLICIES
 from tutti.transfers.put_limits import Quota
@@ -103,7 +104,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="limit on the total size of the pools that clients create in the folder",
     )
     parser.add_argument(
-        "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
+        "--socket",
+        type=lambda path: path.removeprefix(AGENT),
+        required=True,
+        metavar="PATH",
+        help="Unix socket to listen on (mode 0600)",
     )
     parser.add_argument(
         "--metrics",

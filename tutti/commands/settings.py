@@ -38,7 +38,10 @@ def configure(
         # Text passes through the option's own type, and its choices, as an argument does.
         if action.nargs == "+" or isinstance(action, argparse._AppendAction):
             parts = value if isinstance(value, list) else str(value).split(",")
-            action.default = [_checked(parser, action, name, str(part)) for part in parts]
+            parts = [part for part in map(str.strip, map(str, parts)) if part]
+            if action.nargs == "+" and not parts:
+                raise ConfigError(f"setting {name} = {value!r}: give at least one value")
+            action.default = [_checked(parser, action, name, part) for part in parts]
         else:
             action.default = _checked(parser, action, name, str(value))
 
