@@ -17,74 +17,52 @@ from tutti.pool.pool_format import check_unlabelled
 _BANDWIDTH = """\
 Measures store and retrieve bandwidth in GB/s (10^9 bytes) of payload, and its CPU time, for objects
 of several shapes. The pools are files, which are removed at the end."""
-_BANDWIDTH_EXAMPLE = """\
-example:
-  tutti bench bandwidth --dir /mnt/nvme"""
 _PATHS = """\
 Measures one drive by every path to it: threads, io_uring, the page cache, NVMe passthrough or vfio.
 Reports bandwidth by block size and depth, latencies to p99.99, CPU time, and the bytes of SGL and
 PRP lists."""
 _PATHS_EXAMPLE = """\
-example:
   tutti bench paths --dir /mnt/nvme
   tutti bench paths --path /dev/ng0n1 --blocks 4KiB 128KiB --depths 1 32"""
 _RING = """\
 Measures commands per second of the rings alone, with a memory controller that moves no data. This
 is the upper bound of the protocol on this machine."""
-_RING_EXAMPLE = """\
-example:
-  tutti bench ring"""
 _WINDOW = """\
 Compares two engines that load pages from the same files in turns. One adapts its window (the bytes
 in flight) while it runs; the other always has 32 commands in flight. Reports when the first layer
 arrives, the bandwidth of the whole load, and how long a computation waits for its layers."""
-_WINDOW_EXAMPLE = """\
-example:
-  tutti bench window --dir /mnt/nvme0 /mnt/nvme1"""
 _SHORT = """\
 Measures transfers of a few pages. In a pool in memory: the CPU time of a put, and of a look-up with
 a load, until the call returns. On a file or a block device: how long one page of 8 MiB takes until
 it is acknowledged, against plain writes of the same bytes and one record. A device holds one pool,
 so there the kinds of puts are measured one after the other instead of in turns."""
 _SHORT_EXAMPLE = """\
-example:
   tutti bench short --dir /mnt/nvme
   tutti bench short --dir /dev/nvme1n1"""
 _THREADS = """\
 Measures the engine without a disk: its drives are simulated in memory, so the numbers are the
 engine's own limit on this machine. Runs commands without data, unverified loads and verified loads,
 with one drive, with one drive and a digest worker, and with two drives (one thread per drive)."""
-_THREADS_EXAMPLE = """\
-example:
-  tutti bench threads"""
 _AGENT = """\
 Measures the cost of the agent's socket. Look-ups and plans of loads and puts are timed through an
 agent and, in turns, inside this process; the difference is the cost. No pages are moved."""
-_AGENT_EXAMPLE = """\
-example:
-  tutti bench agent --dir /mnt/nvme"""
 _SECOND_TIER = """\
 Compares fetching from a Mooncake cluster through the agent's second tier with Mooncake's own batch
 get of the same values, in turns. Then measures the rate of the master's look-ups, and local loads
 beside the tier's work. Starts a cluster on this machine, or takes one that runs; every run stores
 new pages in it."""
 _SECOND_TIER_EXAMPLE = """\
-example:
   tutti bench second-tier --dir /mnt/nvme
   tutti bench second-tier --remote mooncake://10.0.0.1:50051 --dir /mnt/nvme"""
 _SUBMIT = """\
 Measures the CPU's work to submit a load to GPU memory, for each engine and mover. Needs neither a
 GPU nor a drive: a stand-in for the CUDA driver does nothing but count. Reports microseconds of CPU,
 driver calls and argument bytes, per batch and per layer, for a growing number of pages."""
-_SUBMIT_EXAMPLE = """\
-example:
-  tutti bench submit --pages 128 16384"""
 _PLACEMENT = """\
 Shows the drive addresses of commands in the order of submission, from the trace of an emulated NVMe
 drive. Compares a pool with one file per page, for stored and for loaded prompts. Writes JSON, CSV
 and a figure."""
 _PLACEMENT_EXAMPLE = """\
-example:
   python tests/qemu/placement.py traces
   tutti bench placement traces/trace --out placement"""
 _SLACK = """\
@@ -92,15 +70,11 @@ Compares policies of the scheduler on a simulated server; all results are simula
 code is real, the drive runs on a virtual clock, and times of drives and GPUs are published ones.
 Reports how long layers waited for their loads under each policy, and which bars each case misses.
 A missed bar does not change the exit code."""
-_SLACK_EXAMPLE = """\
-example:
-  tutti bench slack --workloads chat agents --gpus H100 --seeds 3"""
 _DECISIONS = """\
 Measures the CPU time of the scheduler's decisions, in a pool on a file and on a simulated server.
 The decisions of the pool are recorded, then replayed for timing. Reports the CPU time of a decision
 and of a request, and the limit of each."""
 _DECISIONS_EXAMPLE = """\
-example:
   tutti bench decisions --dir /mnt/nvme"""
 _PEERS = """\
 Compares ways to keep KV pages on an SSD: SGLang's controller over Tutti, over files and over NIXL,
@@ -108,7 +82,6 @@ LMCache's client, the store without SGLang, one file per page, and fio. Each pee
 stores and loads batches of 128 pages of Llama-3-8B's shape, in a process of its own and in rounds
 that alternate with hicache-tutti's."""
 _PEERS_EXAMPLE = """\
-example:
   tutti bench peers --dir /mnt/nvme
   tutti bench peers --dir /mnt/nvme --page-tokens 64 --peers hicache-tutti hicache-nixl fio
 
@@ -118,7 +91,6 @@ Serves a workload on simulated servers and drives using the real scheduler, and 
 Times come from a calibration, or from a profile of this machine. `--validate` compares the model
 with published points. All results are simulated."""
 _SIMULATE_EXAMPLE = """\
-example:
   tutti simulate --workload mooncake --data trace.jsonl --servers 16
   tutti simulate --workload leval-synthetic --rates 0.5 1 1.5 --warm 2600 --csv ttft.csv
   tutti simulate --validate"""
@@ -126,7 +98,6 @@ _REPLAY = """\
 Replays a trace of requests against a pool with real bytes: loads the cached prefix, checks every
 byte of it, and stores the rest. Reports the hit rate next to that of the optimal policy."""
 _REPLAY_EXAMPLE = """\
-example:
   tutti replay --trace synthetic --requests 500
   tutti replay --trace requests.jsonl --json
 
@@ -136,7 +107,6 @@ _EVICTION = """\
 Compares the hit rates of the eviction policies with plain LRU and with the optimum. Replays request
 traces against the index and the allocator; no data is stored."""
 _EVICTION_EXAMPLE = """\
-example:
   tutti bench eviction
   tutti bench eviction --trace conversation_trace.jsonl --capacity 0.05 0.2 --json
 
@@ -178,11 +148,12 @@ def bench_command(
     """What describes the command of `tutti.bench.NAME`.
 
     The module has `add_arguments`, `run`, which gives the result for JSON, and `report`, which
-    makes text of it.  exit_code: of a result; by default wrong bytes fail the command.
+    makes text of it.  example: commands, each after two blanks.  exit_code: of a result; by default
+    wrong bytes fail the command.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
-        parser.description, parser.epilog = description, example
+        parser.description, parser.epilog = description, f"example:\n{example}"
         module = bench_module(name)
         module.add_arguments(parser)
 
@@ -196,20 +167,20 @@ def bench_command(
     return add
 
 
-add_bandwidth = bench_command("bandwidth", _BANDWIDTH, _BANDWIDTH_EXAMPLE)
+add_bandwidth = bench_command("bandwidth", _BANDWIDTH, "  tutti bench bandwidth --dir /mnt/nvme")
 add_paths = bench_command("paths", _PATHS, _PATHS_EXAMPLE)
 add_peers = bench_command("peers.run", _PEERS, _PEERS_EXAMPLE)
-add_ring = bench_command("ring", _RING, _RING_EXAMPLE)
-add_window = bench_command("window", _WINDOW, _WINDOW_EXAMPLE)
+add_ring = bench_command("ring", _RING, "  tutti bench ring")
+add_window = bench_command("window", _WINDOW, "  tutti bench window --dir /mnt/nvme0 /mnt/nvme1")
 add_short = bench_command("short", _SHORT, _SHORT_EXAMPLE)
-add_threads = bench_command("threads", _THREADS, _THREADS_EXAMPLE)
-add_agent = bench_command("agent", _AGENT, _AGENT_EXAMPLE)
+add_threads = bench_command("threads", _THREADS, "  tutti bench threads")
+add_agent = bench_command("agent", _AGENT, "  tutti bench agent --dir /mnt/nvme")
 add_second_tier = bench_command("second_tier", _SECOND_TIER, _SECOND_TIER_EXAMPLE)
-add_submit = bench_command("submit", _SUBMIT, _SUBMIT_EXAMPLE)
+add_submit = bench_command("submit", _SUBMIT, "  tutti bench submit --pages 128 16384")
 add_slack = bench_command(
     "slack.run",
     _SLACK,
-    _SLACK_EXAMPLE,
+    "  tutti bench slack --workloads chat agents --gpus H100 --seeds 3",
     lambda result: EXIT_OK,  # its "wrong" names profiles
 )
 add_decisions = bench_command("slack.decisions", _DECISIONS, _DECISIONS_EXAMPLE)

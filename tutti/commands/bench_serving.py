@@ -11,7 +11,6 @@ _SERVE = """\
 Starts SGLang, configured as one of the compared systems, and runs until Ctrl-C. Writes a
 description of the server to --info. Fails if the system is not installed."""
 _SERVE_EXAMPLE = """\
-example:
   tutti bench serve tutti-hicache --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run1
   tutti bench serve hicache-file --model meta-llama/Llama-3.1-8B --dir /mnt/nvme/run2 --print"""
 _TTFT = """\
@@ -20,7 +19,6 @@ Measures a running server at several request rates: time to first token (TTFT), 
 system; latencies count from the time when a request is due. With --prefix-tokens, sends one prompt
 at a time and measures TTFT against the length of the cached prefix."""
 _TTFT_EXAMPLE = """\
-example:
   tutti bench ttft --workload leval-synthetic --rates 0.5 1 1.5 --system tutti --out results/tutti
   tutti bench ttft --compare results/tutti results/hicache-file
   tutti bench ttft --prefix-tokens 0 16384 28672 --total-tokens 32768 --system tutti --out results/p
@@ -30,14 +28,12 @@ _WORKLOAD = """\
 Describes a workload (lengths, documents, omissions, expected hit rates) and exports it for other
 clients as OpenAI-style requests or as a trace in Mooncake's format."""
 _WORKLOAD_EXAMPLE = """\
-example:
   tutti bench workload --workload loogle --data loogle/ --out loogle.jsonl
   tutti bench workload --workload leval-synthetic --capacity-tokens 400000 2000000"""
 _FIGURES = """\
 Draws a figure as PNG and SVG from results or from the CSV of an earlier call, and writes the CSV.
 Without matplotlib (pip install matplotlib) only the CSV is written."""
 _FIGURES_EXAMPLE = """\
-example:
   tutti bench figures rate results/tutti results/hicache-file --out figures/leval
   tutti bench figures rate figures/leval.csv --out figures/again
   tutti bench figures cost results/tutti results/hbm --out figures/cost --gpu-price 4"""

@@ -9,7 +9,6 @@ Measures read and write times of a drive, separately and concurrently, and write
 scheduler. Compute times are measured on a GPU; without one they are estimated by a roofline and
 marked as estimates. An interrupted run resumes."""
 _PROFILE_EXAMPLE = """\
-example:
   tutti profile --medium /mnt/nvme --model llama-3.1-8b --gpu H100 --out profile.json"""
 _RESIDENCY = """\
 Compares four ways to read a pool when memory is short: through the page cache, through the page
@@ -17,7 +16,6 @@ cache with fadvise, with O_DIRECT, and with both paths in use. Reads a working s
 a control group limits memory. Reports page cache hit rates, bandwidth and p99 latency.
 Needs root."""
 _RESIDENCY_EXAMPLE = """\
-example:
   tutti bench residency --dir /mnt/nvme --working-set 2GiB"""
 
 
