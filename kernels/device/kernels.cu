@@ -17,11 +17,6 @@ GIO_HD void drain(const Batch* batch, u32 layer, u32 publish) {
 }
 
 template <typename Doorbell>
-GIO_HD void collect(const Batch* batch, u32 layer) {
-  share_collect<Doorbell>(LayerShare(batch, layer));
-}
-
-template <typename Doorbell>
 GIO_HD void resident(const Batch* batch, u32 layer, u32 publish) {
   resident_layer<Doorbell>(batch, layer);
   if (publish != 0) publish_layer(batch, layer);
@@ -45,13 +40,6 @@ __global__ void __launch_bounds__(32)
 __global__ void __launch_bounds__(32)
     gio_drain_mmio(const gio::Batch* batch, unsigned layer, unsigned publish) {
   gio::drain<gio::MmioDoorbell>(batch, layer, publish);
-}
-
-__global__ void __launch_bounds__(32) gio_collect_word(const gio::Batch* batch, unsigned layer) {
-  gio::collect<gio::WordDoorbell>(batch, layer);
-}
-__global__ void __launch_bounds__(32) gio_collect_mmio(const gio::Batch* batch, unsigned layer) {
-  gio::collect<gio::MmioDoorbell>(batch, layer);
 }
 
 __global__ void __launch_bounds__(gio::kBlockThreadsMax, 1)

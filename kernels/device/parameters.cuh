@@ -13,8 +13,6 @@
 //   gio_resident_word, gio_resident_mmio (const Batch*, u32 layer, u32 publish)
 //       <<<n_shares, 32 to 256>>>  both in one, and moves slices: reads to their pages as their
 //       commands end, writes to staging before theirs are sent.
-//   gio_collect_word, gio_collect_mmio   (const Batch*, u32 layer)
-//       <<<n_shares, 32>>>  takes back the CIDs of commands that ended after a deadline.
 //   gio_move                             (const Batch*, u32 layer, u32 publish)
 //       <<<any, 32 to 256>>>  staging -> pages for reads, pages -> staging for writes, digests on
 //       the way where the batch has them.
@@ -35,9 +33,9 @@
 // is an error like any other: no wait is without end, and waiters on the flag are released.
 //
 // After a deadline a command keeps its CID, and the device may still write where the command says.
-// `tallies[layer].owned` counts such commands; memory and CIDs are free again when it is 0: by
-// gio_collect, or after the controller was reset.  A block one of whose commands was late sends
-// nothing more in later layers, and gives them up at once.
+// `tallies[layer].owned` counts such commands; memory and CIDs are free again where it is 0, or
+// after the controller was reset.  A block one of whose commands was late sends nothing more in
+// later layers, and gives them up at once.
 #pragma once
 
 #include "gio_uring/iocb.h"

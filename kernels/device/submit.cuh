@@ -231,7 +231,7 @@ GIO_HD void share_expire(const LayerShare& layer_share) {
     RunState* state = &layer_share.states[index];
     if (state->status != kRunPending) continue;
     state->status = kTimedOut;
-    if (state->cid != kNoCid) fetch_add(&layer_share.tally->owned, 1);  // pairs with share_collect
+    if (state->cid != kNoCid) fetch_add(&layer_share.tally->owned, 1);
     note_run_error(layer_share, layer_share.run(index), kTimedOut);
   }
 }
@@ -278,22 +278,6 @@ GIO_HD void share_drain(LayerShare* layer_share) {
       share_expire(*layer_share);
       open = false;
     }
-  }
-}
-
-// Takes the CIDs of late commands back whose completion has come.
-template <typename Doorbell>
-GIO_HD void share_collect(const LayerShare& layer_share) {
-  for (u32 i = 0; i < layer_share.qp->depth; i += kLanes) {
-    if (warp_reap<Doorbell>(layer_share.qp) == 0) break;
-  }
-  __syncwarp();
-  for (u32 index = lane_index(); index < layer_share.share->n_runs; index += kLanes) {
-    RunState* state = &layer_share.states[index];
-    if (state->status == kRunPending || state->cid == kNoCid) continue;
-    u32 late;
-    // Pairs with fetch_add in share_expire.
-    if (lane_take(layer_share.qp, state, &late)) fetch_add(&layer_share.tally->owned, 0u - 1u);
   }
 }
 

@@ -56,7 +56,6 @@ struct Kernel {
 inline const Kernel kKernels[] = {
     KERNELS(gio_submit, 32),
     KERNELS(gio_drain, 32),
-    KERNELS(gio_collect, 32),
     KERNELS(gio_resident, gio::kBlockThreadsMax),
     KERNELS(gio_persistent, gio::kBlockThreadsMax),
     KERNEL(gio_move, gio::kBlockThreadsMax),

@@ -22,18 +22,17 @@ namespace device {
 
 enum Fault : int {
   kNone = 0,
-  kStalled = 1,       // commands are left, nothing moves
-  kStatus = 2,        // a status that nothing has caused
-  kData = 3,          // bytes are wrong, or outside of what was to be moved
-  kCids = 4,          // CIDs are lost, or back though the drive still has the command
-  kDoorbell = 5,      // the BAR page refused a write, or was written for a plain word
-  kFlag = 6,          // a layer's flag does not say what happened
-  kEarly = 7,         // the flag was there before the bytes
-  kUnmarked = 8,      // a run failed and its page does not know
-  kDigest = 9,        // a written slice's digest
-  kUncollected = 10,  // late commands do not come back
-  kSent = 11,         // a share sent something after its deadline
-  kWaited = 12,       // a layer waited for queues whose deadline had passed in one before
+  kStalled = 1,   // commands are left, nothing moves
+  kStatus = 2,    // a status that nothing has caused
+  kData = 3,      // bytes are wrong, or outside of what was to be moved
+  kCids = 4,      // CIDs are lost, or back though the drive still has the command
+  kDoorbell = 5,  // the BAR page refused a write, or was written for a plain word
+  kFlag = 6,      // a layer's flag does not say what happened
+  kEarly = 7,     // the flag was there before the bytes
+  kUnmarked = 8,  // a run failed and its page does not know
+  kDigest = 9,    // a written slice's digest
+  kSent = 11,     // a share sent something after its deadline
+  kWaited = 12,   // a layer waited for queues whose deadline had passed in one before
 };
 
 constexpr u64 kIdleStepsMax = 3'000'000;
@@ -372,20 +371,6 @@ int check_bytes(const Machine& m, const Bytes& memory, const Bytes& medium) {
   return kNone;
 }
 
-// What went unanswered is answered: the CIDs come back, and nothing else changes its mind.
-bool collect(Machine* m, u64* steps) {
-  m->drive->answer();
-  const auto kernel = m->c.mmio ? gio_collect_mmio : gio_collect_word;
-  for (u32 turn = 0; turn < 64 && owned(*m) != 0; ++turn) {
-    m->drive->step();
-    for (u32 layer = 0; layer < m->n_layers(); ++layer) {
-      const auto body = [=] { kernel(&m->batch, layer); };
-      if (!launch(m, m->c.seed + turn, m->c.shares, 1, body, steps)) return false;
-    }
-  }
-  return owned(*m) == 0 && cids_missing(*m) == 0;
-}
-
 struct Outcome {
   int fault;
   u64 steps;
@@ -411,7 +396,7 @@ Outcome run(const Case& c) {
   if (outcome.fault == kNone && owned(m) != cids_missing(m)) outcome.fault = kCids;
   if (outcome.fault == kNone) outcome.fault = check_words(m);
   if (outcome.fault == kNone) outcome.fault = check_lost(m);
-  if (outcome.fault == kNone && !collect(&m, &outcome.steps)) outcome.fault = kUncollected;
+  m.drive->answer();  // what went unanswered, which changes nothing any more
   m.drive->read_back(&scene.medium);
   if (outcome.fault == kNone) outcome.fault = check_bytes(m, memory, medium);
   const auto ended_well = [](const gio::RunState& state) { return state.status == gio::kOk; };

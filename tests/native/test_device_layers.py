@@ -79,7 +79,7 @@ def test_a_failed_command_is_a_status_of_its_pages_alone(
 @pytest.mark.parametrize("engine", [SUBMIT_AND_DRAIN, RESIDENT, PERSISTENT, AHEAD])
 @settings(PROPERTY, max_examples=15)
 @given(seed=seeds, shape=shapes, opcode=st.sampled_from([READ, WRITE]), mmio=flags, staged=flags)
-def test_a_silent_drive_is_a_status_and_keeps_its_cids_until_it_answers(
+def test_a_silent_drive_is_a_status_and_keeps_its_cids(
     device: Program,
     engine: int,
     seed: int,

@@ -27,6 +27,7 @@ extern "C" __global__ void controller_half(gio::ControllerQueue* q, gio::Sqe* ou
 extern "C" __global__ void ring_word(gio::QueuePair* q) { gio::sq_ring<gio::WordDoorbell>(q); }
 extern "C" __global__ void ring_mmio(gio::QueuePair* q) { gio::sq_ring<gio::MmioDoorbell>(q); }
 extern "C" __global__ void reap(gio::QueuePair* q) { gio::cq_reap<gio::WordDoorbell>(q, 32); }
+extern "C" __global__ void warp_reap(gio::QueuePair* q) { gio::warp_reap<gio::WordDoorbell>(q); }
 extern "C" __global__ void enqueue(gio::QueuePair* q, gio::Sqe* s) { gio::sq_enqueue(q, *s); }
 extern "C" __global__ void look(gio::QueuePair* q, unsigned* out) { *out = gio::completion(q, 0); }
 """
@@ -41,9 +42,9 @@ def everything() -> str:
 # Registers a thread may have.  Warps that work a queue alone stay small, so that they fit beside
 # whatever runs; blocks of 256 threads that move slices fit an SM of 65536 registers, those of a
 # kernel that does nothing else twice.
-REGISTERS_MAX = {"submit": 64, "drain": 64, "collect": 64, "move": 128, "verify": 128}
+REGISTERS_MAX = {"submit": 64, "drain": 64, "move": 128, "verify": 128}
 REGISTERS_MAX |= {"resident": 224, "persistent": 224}
-RINGING = ["submit", "drain", "collect", "resident", "persistent"]
+RINGING = ["submit", "drain", "resident", "persistent"]
 ENTRY_POINTS = ["gio_move", "gio_verify"]
 ENTRY_POINTS += [f"gio_{name}_{bell}" for name in RINGING for bell in ("word", "mmio")]
 
@@ -95,7 +96,7 @@ def test_a_copy_has_several_loads_under_way_whatever_the_alignment(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_look_in_vain_meets_no_fence(architecture: str) -> None:
-    code = instructions(architecture, "gio_collect_word")
+    code = instructions(architecture, "warp_reap")
     first = next(i for i, s in enumerate(code) if s.startswith("ld.acquire.sys"))
     assert not any("fence" in s or s.startswith(("atom", "red")) for s in code[:first])
 
@@ -138,7 +139,7 @@ def test_a_drives_tail_doorbell_follows_a_system_fence(architecture: str, kernel
     assert all(code[i].startswith("st.mmio.relaxed.sys.global.u32") for i in bells)
     # The tail's; the head of a completion queue gives back what an acquire has read.
     fences = [i for i, s in enumerate(code) if s == "fence.acq_rel.sys"]
-    assert bool(fences) == ("collect" not in kernel)
+    assert fences
     assert all(i + 1 in bells for i in fences)
 
 
@@ -176,8 +177,8 @@ def test_every_read_modify_write_is_of_the_submitters_own_words(architecture: st
 
 #: Barriers of system scope that a kernel needs: the doorbell, the flag of a layer, and the place
 #: of a post that was read.  Each waits until the GPU's writes have crossed PCIe.
-SYSTEM_BARRIERS = {"submit": 1, "collect": 0, "drain": 2, "resident": 2, "persistent": 3}
-SYSTEM_BARRIERS |= {"move": 1, "verify": 1}
+SYSTEM_BARRIERS = {"submit": 1, "drain": 2, "resident": 2, "persistent": 3, "move": 1}
+SYSTEM_BARRIERS |= {"verify": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -31,7 +31,7 @@ SMALL = (
 SMALL_FILES = ("test_driver.py", "test_host_engine.py", "test_store_engines.py")
 SMALL_COUNT = 18
 #: What the engine `launch` runs with doorbells that are words.
-SHORT = ("submit_word", "drain_word", "collect_word", "move", "verify")
+SHORT = ("submit_word", "drain_word", "move", "verify")
 
 
 def compiled(folder: Path, kernels: tuple[str, ...] = ()) -> str:
