@@ -128,9 +128,10 @@ class Store(ABC):
 
     @abstractmethod
     def unregister(self, memory: HostMemory) -> None:
-        """Takes ``register`` back, once the store moves nothing, from or to other memory either.
+        """Takes ``register`` back, once no transfer of this memory is under way; none begins
+        meanwhile.
 
-        Raises DeviceTimeout where no such moment comes in time; the memory stays registered.
+        Raises DeviceTimeout when those under way do not end in time; the memory stays registered.
         """
 
     def allocate_memory(

@@ -178,9 +178,10 @@ class ObjectStore(Owned, Store):
         if not any(memory is known for known in self._resources.memories):
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
-        if not (self._core.wait_quiet(timeout_s) and memory.wait_idle(timeout_s)):
-            raise DeviceTimeout("transfers are still under way; the memory stays registered")
-        self._resources.remove(memory)
+        with self._core.withdrawn(memory.memory, timeout_s):
+            if not memory.wait_idle(timeout_s):
+                raise DeviceTimeout("transfers are still under way; the memory stays registered")
+            self._resources.remove(memory)
         self.controller.read_page_sizes()
 
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:

@@ -27,7 +27,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.node import client
 from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
-from tutti.node.messages import Moved, PlanPut
+from tutti.node.messages import Moved, MoveJob, PlanPut
 from tutti.transfers.loader import Loader
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
@@ -336,6 +336,24 @@ def test_memory_stays_while_a_lost_session_moves_it(tmp_path: Path, seed: int) -
         session.give_up(plan.jobs)
         wait_until(lambda: store.connected)
         store.unregister(memory)
+
+
+def test_memory_is_unregistered_beside_transfers_of_other_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    keys, jobs = some_keys(np.random.default_rng(seed), 4), list[MoveJob]()
+    config = StoreConfig(timeout_s=1.0)
+    with running(tmp_path / "agent", config=config) as agent, agent.connect() as store:
+        used, unused = store.allocate_memory(4), store.allocate_memory(4)
+        session = store._kept.need()
+        monkeypatch.setattr(session, "write", lambda job, *_, **__: jobs.append(job))
+        ticket = store.put(keys, range(4), memory=used)
+        store.unregister(unused)
+        with pytest.raises(DeviceTimeout, match="stays registered"):
+            store.unregister(used)
+        session.give_up(jobs)
+        assert ticket.wait_ended(WAIT_S)
+        store.unregister(used)
 
 
 def test_a_close_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

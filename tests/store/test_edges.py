@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from memory_controller import Faults
+from waiting import wait_until
 
 from store.pools import (
     GEOMETRY,
@@ -33,7 +36,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.medium.geometry import Geometry
 from tutti.medium.superblock import Superblock, choose_superblock
-from tutti.transfers.tickets import LoadProgress, PutTicket
+from tutti.transfers.tickets import LoadProgress, LoadTicket, PutTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
 
@@ -88,6 +91,60 @@ def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> 
         store.load(keys, [4, 5]).wait(5)
         store.load(held, [6]).wait(5)
         assert [pool.read(page) for page in (4, 5, 6)] == contents[:3]
+
+
+@pytest.mark.parametrize("kind", ["put", "held put", "load"])
+def test_memory_is_unregistered_beside_transfers_of_other_memory(
+    rng: np.random.Generator, kind: str
+) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller, timeout_s=0.5) as store:
+        used, unused = store.allocate_memory(4), store.allocate_memory(4)
+        keys, others = some_keys(rng, 2), some_keys(rng, 2)
+        store.put(keys, range(2), memory=used).wait(5)
+        controller.set_faults(Faults(stall_from=1))
+        tickets: list[Any] = []
+        if kind == "held put":  # the writer is at work for other memory
+            tickets.append(store.put(others[:1], [0], memory=unused))
+        if kind == "load":
+            tickets.append(store.load(keys, [2, 3], memory=used))
+        else:
+            tickets.append(store.put(others[1:], [0], memory=used))
+        if kind != "held put":
+            store.unregister(unused)
+        with pytest.raises(DeviceTimeout, match="stays registered"):
+            store.unregister(used)
+        controller.set_faults(None)
+        controller.release()
+        if kind != "load":
+            assert tickets[-1].wait_ended(5)
+        tickets.append(store.load(keys, [2, 3], memory=used))  # as before
+        assert all(t.wait_settled(5) for t in tickets if isinstance(t, LoadTicket))
+        store.unregister(used)
+        with pytest.raises(ConfigError, match="not registered"):
+            store.put(others, range(2), memory=used)
+
+
+def test_no_transfer_begins_in_memory_that_is_being_unregistered(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        used, other = store.allocate_memory(4), store.allocate_memory(4)
+        keys = some_keys(rng, 2)
+        store.put(keys, range(2), memory=used).wait(5)
+        controller.set_faults(Faults(stall_from=1))
+        store.load(keys, [2, 3], memory=used)
+        with ThreadPoolExecutor(1) as another:
+            over = another.submit(store.unregister, used)
+            wait_until(lambda: bool(store._core._withdrawn))
+            for start in (store.put, store.load, store.unregister):
+                given = () if start == store.unregister else (keys, range(2))
+                with pytest.raises(ConfigError, match="being unregistered"):
+                    start(*given, memory=used)
+            ticket = store.load(keys, range(2), memory=other)
+            controller.set_faults(None)
+            controller.release()
+            over.result(5)
+        ticket.wait(5)
 
 
 def test_a_record_that_cannot_be_read_quarantines_nothing(rng: np.random.Generator) -> None:

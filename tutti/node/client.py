@@ -131,10 +131,10 @@ class NodeStore(Owned, Store):
         if not any(memory is known for known in self._memories):
             raise ConfigError("this memory is not registered with the store")
         timeout_s = self.config.timeout_s
-        quiet = self._state.wait_quiet(timeout_s) and self._kept.wait_quiet(timeout_s)
-        if not (quiet and memory.wait_idle(timeout_s)):
-            raise DeviceTimeout("transfers are still under way; the memory stays registered")
-        self._kept.unregister(memory)
+        with self._state.withdrawn(memory.memory, timeout_s):
+            if not (self._kept.wait_lost(timeout_s) and memory.wait_idle(timeout_s)):
+                raise DeviceTimeout("transfers are still under way; the memory stays registered")
+            self._kept.unregister(memory)
 
     def attach(self, part: Closable) -> None:
         self._check_open()

@@ -168,10 +168,21 @@ class ClientLoader:
         session = self._kept.session
         if session is None:
             raise KeyMissing("the agent is away, so no key can be found; compute the pages")
-        progress = LoadProgress(len(keys), self._state.layers)
-        parts = self._plan(session, keys, progress)
-        left = _Countdown(progress.settle, sum(len(jobs) for _, jobs in parts))
-        timeout_s = self._state.config.timeout_s
+        state, progress = self._state, LoadProgress(len(keys), self._state.layers)
+        with state.lock:
+            state.begin(memory)
+        try:
+            parts = self._plan(session, keys, progress)
+        except BaseException:
+            state.end(memory)
+            raise
+
+        def over() -> None:
+            progress.settle()
+            state.end(memory)
+
+        left = _Countdown(over, sum(len(jobs) for _, jobs in parts))
+        timeout_s = state.config.timeout_s
         read = partial(session.read, memory=memory, timeout_s=timeout_s, **order)
         try:
             for start, jobs in parts:

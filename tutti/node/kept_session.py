@@ -78,11 +78,13 @@ class KeptSession:
             if self.session is not None:
                 self.session.unregister(memory)  # a lost one does when it is closed
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Waits until nothing is under way, in sessions that were lost either."""
+    def wait_lost(self, timeout_s: float) -> bool:
+        """Waits until nothing is under way in sessions that were lost, whose puts are over."""
         deadline_s = time.monotonic() + timeout_s
         return all(
-            each.wait_quiet(max(0.0, deadline_s - time.monotonic())) for each in self._sessions()
+            each.wait_quiet(max(0.0, deadline_s - time.monotonic()))
+            for each in self._sessions()
+            if each.lost
         )
 
     def close(self, timeout_s: float) -> None:

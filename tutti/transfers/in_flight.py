@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tutti.base.arrays import Keys, Mask
 from tutti.base.callbacks import Guard
 from tutti.base.histogram import Histogram
 from tutti.base.process import Owned
-from tutti.errors import DeviceTimeout, PoolClosed
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.medium.geometry import Geometry
 from tutti.transfers.store_config import StoreConfig
@@ -59,6 +60,8 @@ class InFlight(Owned):
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
         self.in_flight = 0
+        self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
+        self._withdrawn: set[int] = set()  # memory that is being unregistered
         # The queue's thread: what wakes it, and what it does beside the queue's own.
         self.wake = threading.Semaphore(0)
         self.refill: Callable[[], object] = lambda: None
@@ -75,16 +78,49 @@ class InFlight(Owned):
         limit = getattr(memory.path, "write_pages_max", None)
         return most if limit is None else min(most, limit(self.layers, self.geometry.slice_nlb))
 
-    def begin(self) -> None:
-        """Counts an operation in flight.  PoolClosed while closing.  Lock held."""
+    def begin(self, memory: PagedMemory | None = None) -> None:
+        """Counts an operation in flight, of ``memory`` if it moves pages.  Lock held.
+
+        Raises PoolClosed while closing, ConfigError for memory that is being unregistered.
+        """
         self.check_open()
+        if memory is not None:
+            place = id(memory)
+            if place in self._withdrawn:
+                raise ConfigError("this memory is being unregistered; use other memory")
+            self._uses[place] = self._uses.get(place, 0) + 1
         self.in_flight += 1
 
-    def end(self) -> None:
-        """An operation ended: wakes waiters for space or quiet."""
+    def end(self, memory: PagedMemory | None = None) -> None:
+        """An operation ended: wakes waiters for space or quiet.  memory: as it began."""
         with self.lock:
+            if memory is not None:
+                place = id(memory)
+                self._uses[place] -= 1
+                if not self._uses[place]:
+                    del self._uses[place]
             self.in_flight -= 1
             self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def withdrawn(self, memory: PagedMemory, timeout_s: float) -> Iterator[None]:
+        """No transfer of ``memory`` is under way or begins inside.
+
+        Raises DeviceTimeout when those under way do not end, ConfigError in a second call.
+        """
+        place = id(memory)
+        with self.lock:
+            if place in self._withdrawn:
+                raise ConfigError("this memory is being unregistered by another call")
+            self._withdrawn.add(place)
+        try:
+            with self.lock:
+                is_unused = self.changed.wait_for(lambda: place not in self._uses, timeout_s)
+            if not is_unused:
+                raise DeviceTimeout("transfers are still under way; the memory stays registered")
+            yield
+        finally:
+            self._withdrawn.remove(place)
 
     def check_open(self) -> None:
         """PoolClosed unless calls are welcome; what broke recovery if it failed."""

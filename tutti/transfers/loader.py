@@ -139,11 +139,11 @@ class Loader:
             if admit:
                 core.wait_admitted(core.config.timeout_s)
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
-            core.begin()
+            core.begin(memory)
             try:
                 settle, every = self._begin(progress, keys, pages, memory, order)
             except BaseException:
-                core.end()
+                core.end(memory)
                 raise
         if not progress.parts:
             batch = _Pages(keys, settle.plan.slots, settle.plan, pages, memory)
@@ -200,7 +200,7 @@ class Loader:
         core, every = self._core, self._verifies_every()
         is_ours = memory.path is None
         plan = core.planner.plan(len(keys), core.slot_jobs.words if is_ours else 0)
-        settle = _Settle(self, progress, plan)
+        settle = _Settle(self, progress, plan, memory)
         job, struct = None, None
         try:
             if is_ours:
@@ -396,7 +396,7 @@ class Loader:
             if failed or settle.unproven is not None:
                 self._judge(slots, settle.unproven, status)
         progress.settle()
-        core.end()
+        core.end(settle.memory)
 
     def _judge(self, slots: Slots, unproven: Mask | None, status: U32) -> None:
         """What a load says about its objects.  Lock held."""
@@ -463,13 +463,20 @@ class _RecordRead:
 class _Settle:
     """Counts the jobs of one load and settles it after the last.
 
-    unproven: by row, where there are some.
+    unproven: by row, where there are some.  memory: None where another process moves the pages.
     """
 
-    __slots__ = ("_loader", "_parts", "plan", "progress", "unproven")
+    __slots__ = ("_loader", "_parts", "memory", "plan", "progress", "unproven")
 
-    def __init__(self, loader: Loader, progress: LoadProgress, plan: LoadPlan) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        progress: LoadProgress,
+        plan: LoadPlan,
+        memory: PagedMemory | None = None,
+    ) -> None:
         self._loader, self.progress, self.plan = loader, progress, plan
+        self.memory = memory
         self.unproven: Mask | None = None
         self._parts = 1  # the submission itself, or the only job
 

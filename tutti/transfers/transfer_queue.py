@@ -101,7 +101,7 @@ class TransferQueue(Owned):
             core.wait_admitted(core.config.timeout_s)
             progress = PutProgress(len(request.keys), core.guard, core.store_latency)
             put = QueuedPut(request, progress, len(request.keys))
-            core.begin()
+            core.begin(request.memory)
             if dispatcher is not None and self._most:
                 absent = core.absent(request.keys)
                 count = now.size if absent is None else np.count_nonzero(absent)
@@ -484,7 +484,7 @@ class TransferQueue(Owned):
                 self._puts.pop(put.name, None)
         if over:
             put.progress.end_part()
-            self._core.end()
+            self._core.end(put.request.memory)
 
     def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
