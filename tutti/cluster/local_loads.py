@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tutti.store import ObjectStore
+from tutti.transfers.loader import Loader
 
 _PAUSE_S = 0.005  # loads that follow one another leave less between them
 
@@ -19,19 +19,18 @@ class LocalLoads:
 
     def __init__(
         self,
-        store: ObjectStore,
+        loader: Loader,
         patience_s: float,
         waited: Callable[[], None],
         stopping: Callable[[], bool],
     ) -> None:
-        self._store, self._patience_s = store, patience_s
+        self._loader, self._patience_s = loader, patience_s
         self._waited, self._stopping = waited, stopping
         self._seen, self._seen_s = (0, 0), 0.0  # loads that began, that ended; the last change
 
     def near(self) -> bool:
         """Whether a load is under way, or was a moment ago."""
-        begun = self._store._loader._loads  # first: loads go on meanwhile
-        ended = sum(self._store._core.load_latency.as_dict()["counts"])
+        ended, begun = self._loader.ended, self._loader.begun  # in this order: loads go on
         now_s = time.monotonic()
         if (begun, ended) != self._seen:
             self._seen, self._seen_s = (begun, ended), now_s

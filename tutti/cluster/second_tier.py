@@ -113,7 +113,7 @@ class Tier:
         self._changed = threading.Condition()
         self._stopping = False
         waited, patience_s = partial(self._count, "fetch_waits", 1), _PATIENCE * config.timeout_s
-        self._local = LocalLoads(store, patience_s, waited, lambda: self._stopping)
+        self._local = LocalLoads(store._loader, patience_s, waited, lambda: self._stopping)
         self._is_off = False
         self._answered = False
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -118,7 +118,7 @@ class Loader:
         self.lock = core.lock
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
-        self._loads = 0
+        self.begun = self.ended = 0  # loads, since the pool was opened
 
     def close(self) -> None:
         """Gives the staging memory back; nothing may be in flight."""
@@ -166,7 +166,7 @@ class Loader:
             except LookupError as error:
                 raise _missing(error, len(keys) // KEY_NBYTES) from None
             core.in_flight += 1
-            self._loads += 1
+            self.begun += 1
             core.counters.load_runs += plan.runs
         return plan, every
 
@@ -189,7 +189,7 @@ class Loader:
 
     def _verifies_every(self) -> bool:
         policy = self._core.config.verify
-        return policy == "always" or (policy == "sampled" and self._loads % SAMPLE_ONE_IN == 0)
+        return policy == "always" or (policy == "sampled" and self.begun % SAMPLE_ONE_IN == 0)
 
     def _begin(
         self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, order: Order
@@ -221,7 +221,7 @@ class Loader:
         if job is not None and not job.native:
             core.engine.forget_job(job)
             progress.parts = []
-        self._loads += 1
+        self.begun += 1
         core.counters.load_runs += plan.runs
         return settle, every
 
@@ -391,6 +391,7 @@ class Loader:
         loaded = progress.keys - failed
         with core.lock:
             core.index.unpin(slots)
+            self.ended += 1
             core.counters.loaded += loaded
             core.counters.payload_read_nbytes += loaded * core.object_nbytes
             if failed or settle.unproven is not None:
