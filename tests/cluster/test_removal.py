@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster.faulty import Faults
-from cluster.nodes import PAGES, Node, nodes, until
+from cluster.nodes import PAGES, WAIT_S, Node, nodes, until
 
 from store.pools import some_keys
 from tutti import cli
@@ -102,6 +104,29 @@ def test_what_waits_to_be_copied_and_is_removed_is_not_copied(
         assert node.remote()["not_copied"] == 3
         faults.set("raise-remove")
         node.settle("remove_failed", 3)
+        assert values(faults) == 0
+
+
+def test_what_waits_long_to_be_removed_is_not_fetched_back(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of removals may be longer than what is done in a minute."""
+    keys = some_keys(np.random.default_rng(seed), PAGES)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        node.share(keys)
+        tier, go_on = tier_of(node), threading.Event()
+        monkeypatch.setattr(tier, "_remove", lambda _: go_on.wait(WAIT_S))  # works at others
+        tier.removing(some_keys(np.random.default_rng(seed + 1), 1))
+        until(lambda: not tier._removals, "nothing is removed")
+        monkeypatch.undo()
+        assert node.store.catalogue.delete(keys) == PAGES
+        monkeypatch.setattr(tier._removed, "_now_s", lambda: time.monotonic() + 120.0)
+        assert node.store.match(keys) == 0
+        assert node.store.match(keys[1:]) == 0
+        go_on.set()
+        node.settle("removed", PAGES)
+        until(lambda: is_idle(node), "a chain is still fetched")
+        assert node.remote()["missed"] == node.remote()["fetched"] == 0
         assert values(faults) == 0
 
 

@@ -50,7 +50,7 @@ _PARTS, _PARTS_MIN = 4, 3
 _PUT_NBYTES, _BESIDE_NBYTES, _PATIENCE = 8 << 20, 1 << 20, 0.1
 _OFF = "off"
 _DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
-_REMOVED_S = 60.0  # a fetch that was under way, and the queue of removals, are over by then
+_REMOVED_S = 60.0  # a fetch that was under way is over by then
 _REMOVALS_MAX = 1 << 17  # keys
 _Wait = Callable[[float], bool]
 
@@ -108,7 +108,8 @@ class Tier:
         self._wanted: deque[_Work] = deque()
         self._offered: OrderedDict[bytes, None] = OrderedDict()
         self._uncounted = 0  # pages of the copy that is under way
-        self._removals: deque[bytes] = deque()
+        self._removals: OrderedDict[bytes, None] = OrderedDict()
+        self._gone = self._removed, self._removals
         self._has_fetched = False  # in the last step
         self._changed = threading.Condition()
         self._stopping = False
@@ -134,7 +135,7 @@ class Tier:
         keys = keys[:KEYS_MAX].copy()
         first = keys[0].tobytes()
         with self._changed:
-            if any(first in known for known in (self._fetching, self._failed, self._removed)):
+            if any(first in known for known in (self._fetching, self._failed, *self._gone)):
                 return
             self._counts["missed"] += len(keys)
             if self._refuses(self._reads):
@@ -155,7 +156,7 @@ class Tier:
         room = self._config.queue_nbytes // self._store.layout.object_nbytes
         names = [key.tobytes() for key in keys]
         with self._changed:
-            known = (self._replicated, self._failed, self._offered, self._removed)
+            known = (self._replicated, self._failed, self._offered, *self._gone)
             new = [name for name in names if not any(name in k for k in known)]
             self._counts["offered"] += len(new)
             if not new or self._refuses(self._writes):
@@ -175,7 +176,7 @@ class Tier:
     def removing(self, keys: Keys) -> None:
         """Keys (n, 16) are deleted from the pool now: their copies are removed too, later.
 
-        They are neither fetched nor copied for a minute.
+        They are neither fetched nor copied until a minute after that.
         """
         names = [key.tobytes() for key in keys]
         with self._changed:
@@ -186,7 +187,7 @@ class Tier:
                     del self._offered[name]
                     self._counts["not_copied"] += 1
             room = _REMOVALS_MAX - len(self._removals)
-            self._removals.extend(names[:room])
+            self._removals.update(dict.fromkeys(names[:room]))
             self._counts["remove_failed"] += len(names[room:])
             self._changed.notify()
 
@@ -255,11 +256,12 @@ class Tier:
         with self._changed:
             if not self._wanted and not self._offered and not self._removals:
                 self._changed.wait(_LOOK_S)
-            removals = [self._removals.popleft() for _ in range(min(KEYS_MAX, len(self._removals)))]
+            removals = self._taken(self._removals, KEYS_MAX)
+            self._removed.add(removals)
             fetches = self._wanted and not (self._offered and self._has_fetched)
             work = self._wanted.popleft() if fetches else None
             self._has_fetched = work is not None
-            keys = self._next_offered() if work is None else work.keys
+            keys = work.keys if work else as_keys(self._taken(self._offered, self._part))
         if removals:
             self._remove(as_keys(removals))
         if len(keys):
@@ -334,14 +336,13 @@ class Tier:
             known.add(names)
 
     @staticmethod
-    def _among(known: RecentKeys, keys: Keys) -> npt.NDArray[np.bool_]:
-        if not len(known):
-            return np.zeros(len(keys), np.bool_)
-        return np.array([key.tobytes() in known for key in keys], np.bool_)
+    def _among(keys: Keys, *known: RecentKeys | OrderedDict[bytes, None]) -> npt.NDArray[np.bool_]:
+        names = [key.tobytes() for key in keys]
+        return np.array([any(name in some for some in known) for name in names], np.bool_)
 
-    def _next_offered(self) -> Keys:
-        n = min(self._part, len(self._offered))
-        return as_keys([self._offered.popitem(last=False)[0] for _ in range(n)])
+    @staticmethod
+    def _taken(queue: OrderedDict[bytes, None], most: int) -> list[bytes]:
+        return [queue.popitem(last=False)[0] for _ in range(min(most, len(queue)))]
 
     def _call(self, op: int, keys: Keys, pages: U32 | None) -> Any:
         """See RemoteProcess.call."""
@@ -357,8 +358,7 @@ class Tier:
             self._count("late", len(work.keys))
             return
         keys = self._not_there(work.keys)
-        may = ~(self._among(self._failed, keys) | self._among(self._removed, keys))
-        keys = prefix(keys, may)
+        keys = prefix(keys, ~self._among(keys, self._failed, *self._gone))
         if not len(keys):
             return
         found = prefix(keys, self._call(EXISTS, keys, None) == ValueStatus.DONE)
@@ -419,7 +419,7 @@ class Tier:
             self._remote.kill()
         right = read.first(len(prefix(read.keys, answers == ValueStatus.DONE)))
         come = usable(right, self._staging)
-        come = come.first(len(prefix(come.keys, ~self._among(self._removed, come.keys))))
+        come = come.first(len(prefix(come.keys, ~self._among(come.keys, *self._gone))))
         self._count("absent", len(right.keys) - len(come.keys))
         return come
 
@@ -455,7 +455,7 @@ class Tier:
         self._count("fetched", landed)
         self._count("not_stored", len(keys) - landed)
         stored = keys[is_stored]
-        if len(gone := stored[self._among(self._removed, stored)]):
+        if len(gone := stored[self._among(stored, *self._gone)]):
             self._store.catalogue.delete(gone)  # they were deleted while they landed
 
     def _replicate(self, keys: Keys) -> None:
