@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tutti.errors import CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu import moved_job, overlap, stream_queue
 from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
+from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.iocb import Extents
 
 #: Staging in which a read of 24 pages goes in more than eight chunks.
@@ -234,6 +236,38 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
         with pytest.raises((CudaError, DeviceTimeout)):
             second.wait(10)
         assert second.wait_settled(10)
+
+
+@pytest.mark.parametrize("lost", ["bound", "is_event_done"])
+def test_loads_end_when_the_context_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """While layers wait to be put on the stream, or once all are there."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(timeout_s=60.0) as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        rig.fill(pages, rng)
+        rig.store.put(keys, pages).wait(10)
+        call, begun = getattr(rig.driver, lost), threading.Event()
+
+        def fail(*arguments: Any) -> Any:
+            is_feeder = threading.current_thread().name == "tutti-feed"
+            if not (is_feeder if lost == "bound" else begun.is_set()):
+                return call(*arguments)
+            raise CudaError(f"{lost}: a test said so", call=lost, code=719)
+
+        rig.gpu.first_layers(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Verification, "put_outcome", lambda *_: None)  # it does not come
+            patch.setattr(rig.driver, lost, fail)
+            tickets = [rig.store.load(keys, list(range(n, n + 8))) for n in (8, 16)]
+            begun.set()
+            for ticket in tickets:
+                with pytest.raises(CudaError, match="a test said so"):
+                    ticket.wait(10)
+            assert rig.store._core.wait_quiet(10)
+            wait_until(lambda: rig.gpu._loads._feeder is None)
+        assert all(ticket.wait_settled(10) for ticket in tickets)
 
 
 def test_a_call_that_the_driver_lacks_ends_the_load(

@@ -105,8 +105,14 @@ class MovedJob(Owned):
         return self._found is not None
 
     def is_settled(self) -> bool:
-        """Whether the final status of a read that the GPU verifies is known.  No CUDA call."""
-        return all(bool(job.report().released) for job in self._jobs) and self.is_verified()
+        """Whether the final status of a read that the GPU verifies is known: its queue asks."""
+        if not all(bool(job.report().released) for job in self._jobs):
+            return False
+        try:
+            return self.is_verified() or (self._is_through() and self.is_verified())
+        except TuttiError:  # the streams are lost, and with them the outcome
+            self._found = np.full(sum(job.page_status.size for job in self._jobs), _LOST)
+            return True
 
     @property
     def done(self) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,7 +154,7 @@ class _Follow:
         self._queue, self._event = queue, event
 
     def put_next(self) -> bool:
-        for stream in self._queue.streams:
+        for stream in self._queue.streams if self._queue.failure is None else ():
             self._queue.driver.stream_wait_event(stream, self._event)
         self._queue.events.release([self._event])
         return True
@@ -196,7 +196,7 @@ class StreamQueue(Owned):
             undo.pop_all()
         self.lock = threading.Lock()  # keeps what one transfer enqueues together
         self._feeds: deque[Feed] = deque()  # the first is being put on the stream
-        #: Why the stream is not ordered behind another one; then nothing may follow on it.
+        #: Why the streams are lost or not ordered behind another one; nothing may follow on them.
         self.failure: TuttiError | None = None
         self._watched: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._feeder: threading.Thread | None = None
@@ -255,7 +255,7 @@ class StreamQueue(Owned):
         is_over = False
         while not is_over:  # bounded by what is fed and watched
             rests = False
-            with self.lock, self.driver.bound():
+            with self.lock:
                 ended = [watched for watched in self._watched if watched[0]()]
                 if self._feeds:
                     rests = self._step(self._feeds[0])
@@ -272,15 +272,20 @@ class StreamQueue(Owned):
                 time.sleep(_LOOK_MOST_S)
 
     def _step(self, first: Feed) -> bool:
-        """Puts the next part of the first on the stream; whether that has to wait."""
+        """Puts the next part of the first on the stream; whether that has to wait.
+
+        After a failure it goes on there no more, and its waiters get the error.
+        """
+        is_lost = is_over = self.failure is not None
         try:
-            if first.is_far_ahead():
-                return True
-            if first.put_next():
-                self._feeds.popleft()
+            with nullcontext() if is_lost else self.driver.bound():
+                if not is_lost and first.is_far_ahead():
+                    return True
+                is_over = first.put_next()
         except TuttiError as error:
-            _log.exception("a stream could not be ordered behind another one")
+            _log.exception("the streams are lost, or one could not be ordered behind another")
             self.failure = error
+        if is_over:
             self._feeds.popleft()
         return False
 
