@@ -67,6 +67,34 @@ def test_what_comes_back_again_and_again_outlasts_what_is_only_stored(
         assert stats["evicted_too_early"] > 0
 
 
+def test_room_is_looked_for_again_once_a_load_has_ended(rng: np.random.Generator) -> None:
+    """Also where as many others are under way as when there was none."""
+    with opened(formatted()) as store:
+        memory, keys = store.allocate_memory(40), some_keys(rng, GEOMETRY.slots)
+
+        def held(some: np.ndarray) -> LoadProgress:
+            pages = np.arange(len(some), dtype=np.uint32)
+            return store._loader.load(some, pages, memory.memory, held=True)
+
+        for key in keys:
+            store.put(key[None], [0]).wait(5)
+            assert store._core.wait_quiet(5)
+        keys = keys[store.present(keys)]
+        last = some_keys(rng, store._core.allocator.free_slots)
+        loads = [held(keys)]
+        store.put(last, np.arange(len(last))).wait(5)
+        loads.append(held(last))
+        assert store.put(some_keys(rng, 2), [32, 33]).wait(5).dropped == 2
+        for load in loads:
+            load.cancel(5)
+            assert load.wait_settled(5)
+        assert store._core.wait_quiet(5)
+        loads = [held(keys[:1]) for _ in loads]
+        assert store.put(some_keys(rng, 2), [32, 33]).wait(5).stored == 2
+        for load in loads:
+            load.cancel(5)
+
+
 def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller) as store:

@@ -59,7 +59,7 @@ class InFlight(Owned):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
-        self.in_flight = 0
+        self.in_flight = self.ended = 0  # operations
         self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
         # The queue's thread: what wakes it, and what it does beside the queue's own.
@@ -100,6 +100,7 @@ class InFlight(Owned):
                 if not self._uses[place]:
                     del self._uses[place]
             self.in_flight -= 1
+            self.ended += 1
             self.changed.notify_all()
 
     @contextlib.contextmanager
@@ -181,5 +182,6 @@ class Admitted:
         core = self._core
         with core.lock:
             core.in_flight -= 1
+            core.ended += 1
             if core.in_flight == 0:
                 core.changed.notify_all()

@@ -87,7 +87,7 @@ class Reclaimer:
         available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
-        state = (core.lookup_pins.changes, core.counters.stored, core.in_flight)
+        state = (core.lookup_pins.changes, core.counters.stored, core.ended)
         if state == self._nothing_at and not kept.size:
             return
         among = np.ones(core.index.slots, np.bool_) if kept.size else None
@@ -160,7 +160,7 @@ class Reclaimer:
                 # The slots stay out of use; the next open finds their records as they are.
                 self._table.release(block)
                 self._active -= 1
-                core.in_flight -= 1
+                core.end()
                 if outcome == SlotState.VOIDED:
                     self._voiding -= slots.size
                 if isinstance(error, PoolClosed):
