@@ -233,7 +233,11 @@ class Catalogue(Owned):
         """The records of slots, without those that are not what the index says."""
         core, timeout_s = self._core, self._core.config.timeout_s
         block = self._table.reserve(timeout_s)
-        job = self._table.read(block, slots, timeout_s=timeout_s)
+        try:
+            job = self._table.read(block, slots, timeout_s=timeout_s)
+        except BaseException:
+            self._table.release(block)
+            raise
         if not job.wait_released(2 * timeout_s):
             job.on_released(lambda _: self._table.release(block))
             raise DeviceTimeout("the records were not read in time; try again")
@@ -274,13 +278,17 @@ class Catalogue(Owned):
                 digests=digests,
             )
             block = self._table.reserve(timeout_s)
-            done = self._table.write(
-                block,
-                content,
-                lambda _, block=block: self._table.release(block),  # type: ignore[misc]
-                fua=core.config.durability == "flush",
-                timeout_s=timeout_s,
-            )
+            try:
+                done = self._table.write(
+                    block,
+                    content,
+                    lambda _, block=block: self._table.release(block),  # type: ignore[misc]
+                    fua=core.config.durability == "flush",
+                    timeout_s=timeout_s,
+                )
+            except BaseException:
+                self._table.release(block)
+                raise
             if not done.wait_released(2 * timeout_s):
                 raise DeviceTimeout("the records were not written in time; try again")
             if done.page_status.any():

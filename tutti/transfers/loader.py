@@ -332,6 +332,8 @@ class Loader:
                 )
             except BaseException:
                 self._table.release(block)
+                for read in reads:
+                    read.release(self._table)
                 raise
             reads.append(_RecordRead(block, job, part))
         return reads
