@@ -303,7 +303,9 @@ class Store(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_layout(self, memory: HostMemory) -> None:
+    def _check_new(self, memory: HostMemory, registered: Sequence[HostMemory]) -> None:
+        if any(memory is known for known in registered):
+            raise ConfigError("this memory is registered already; register memory once")
         if memory.layout != self.layout:
             raise PoolMismatch(
                 f"the memory is not laid out as the pool: {differences(self.layout, memory.layout)}"

@@ -163,7 +163,7 @@ class ObjectStore(Owned, Store):
 
     @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
-        self._check_layout(memory)
+        self._check_new(memory, self._resources.memories)
         self._core.check_open()
         self._core.check_path(memory.memory)
         self._resources.add(memory)

@@ -121,7 +121,7 @@ class NodeStore(Owned, Store):
 
     @uninterrupted(lambda store, memory: store.unregister(memory))
     def register(self, memory: HostMemory) -> HostMemory:
-        self._check_layout(memory)
+        self._check_new(memory, self._memories)
         self._check_open()
         self._kept.register(memory)
         return memory

@@ -16,7 +16,7 @@ from memory_controller import Faults, MemoryController
 from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
-from tutti.errors import CudaError, DeviceTimeout, Unsupported
+from tutti.errors import ConfigError, CudaError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu import moved_job, overlap, stream_queue
 from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
@@ -268,6 +268,15 @@ def test_loads_end_when_the_context_is_lost(
             assert rig.store._core.wait_quiet(10)
             wait_until(lambda: rig.gpu._loads._feeder is None)
         assert all(ticket.wait_settled(10) for ticket in tickets)
+
+
+def test_memory_of_a_gpu_is_registered_once() -> None:
+    with rig_over_memory() as rig:
+        with pytest.raises(ConfigError, match="register memory once"):
+            rig.store.register(rig.pool)
+        rig.store.unregister(rig.pool)
+        assert not rig.store._resources.memories
+        rig.store.register(rig.pool)
 
 
 def test_a_call_that_the_driver_lacks_ends_the_load(
