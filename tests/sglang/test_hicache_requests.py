@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,9 +148,11 @@ def test_a_put_of_pages_of_one_slice_stops_for_a_load(
     monkeypatch.setattr(store._queue, "_short", 1)
     hashes = [f"{i:064x}" for i in range(1, 25)]
     assert all(storage.batch_set_v1(hashes[20:], hp.indices(pool, list(range(20, 24)))))
-    start, gate, stored = store._writer.put, threading.Event(), []
+    start, stored = store._writer.put, []
+    began, gate = threading.Event(), threading.Event()
 
     def held(parts: Any) -> Any:
+        began.set()
         gate.wait(_S)
         return start(parts)
 
@@ -161,10 +162,7 @@ def test_a_put_of_pages_of_one_slice_stops_for_a_load(
         target=lambda: stored.extend(storage.batch_set_v1(hashes[:20], places))
     )
     putting.start()
-    deadline_s = time.monotonic() + _S
-    while not any(made.writes and made.writes[0].count == 20 for _, made in seen):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    assert began.wait(_S)
     assert storage.batch_get_v1(hashes[20:], hp.indices(pool, list(range(20, 24)))) == [True] * 4
     assert not stored and not gate.is_set(), "the load did not wait for the put"
     gate.set()

@@ -14,6 +14,7 @@ from tutti.errors import KeyMissing
 from tutti.scheduler import dispatcher
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import LoadKnown, WriteKnown
+from tutti.transfers import transfer_queue
 
 PROFILE = Linear()
 
@@ -29,12 +30,16 @@ def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_NAP_S", 600.0)
 
 
-def test_a_short_transfer_that_is_alone_starts_before_its_decision(
-    rng: np.random.Generator,
+@pytest.mark.parametrize("can_stop", [False, True])
+def test_a_transfer_that_is_alone_starts_before_its_decision(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, *, can_stop: bool
 ) -> None:
+    if can_stop:
+        monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)
     seen: list[Any] = []
     schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
     with opened(formatted(), schedule=schedule) as store:
+        monkeypatch.setattr(store._queue, "_short", 2)
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys, np.arange(4)).wait(10)
@@ -45,6 +50,7 @@ def test_a_short_transfer_that_is_alone_starts_before_its_decision(
         counters = store.stats()["scheduler"]
         known = [one.at_once for one in seen if isinstance(one, LoadKnown | WriteKnown)]
         assert known == [True] * 3
+        assert [one.can_stop for one in seen if isinstance(one, WriteKnown)] == [can_stop]
         assert counters["written_pages"] == 4
         assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
         assert counters["loads_waiting"] == counters["writes_waiting"] == counters["ignored"] == 0

@@ -125,7 +125,8 @@ class SlackPolicy:
             ns = layers * estimates.read_base_ns(layers * known.layer_nbytes, layers)
             return ns * estimates.read.factor <= self._idle_burst_ns
         ns = known.pages * estimates.write_base_ns(known.page_nbytes)
-        return ns * estimates.write.factor <= self._idle_burst_ns
+        most_ns = self._run_ns if known.can_stop else self._idle_burst_ns
+        return ns * estimates.write.factor <= most_ns
 
     def decide(self, state: State) -> Decision:
         """See Policy."""

@@ -104,7 +104,7 @@ class QuickPuts:
         n, memory = len(request.pages), request.memory
         if n > self._most or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
-        if together.grant or memory.path is not None or request.digests is not None:
+        if memory.path is not None or request.digests is not None:
             return None
         if request.tenant or request.expiry_64s:
             return None
@@ -123,6 +123,7 @@ class QuickPuts:
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
             data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
+            data.held = together.grant is not None
             put.keys, put.parents = address(request.keys), address(request.parents)
             put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
             put.uses, put.access_64s = core.index.uses, core.now_64s()
@@ -137,6 +138,8 @@ class QuickPuts:
         if result > 0:
             core.sequence += n
             core.history.regretted += result - 1
+            if together.grant is not None:  # a job that is never let on ends by its deadline
+                together.grant.begin(job)
             return started
         self._withdraw(job, block)
         if result < 0:

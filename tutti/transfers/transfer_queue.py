@@ -125,15 +125,17 @@ class TransferQueue(Owned):
         if put.open is not None:
             known.can_stop = True
             known.unit_pages = -(-self._part_rows(put) // self._core.layers)
-        over = self._over()
+        over, parts = self._over(), []
         with self._lock:  # a close at the same time must not release it first
             if put.is_free:
                 return
-            is_alone = not known.can_stop and dispatcher.alone(known, over)
-            if not is_alone:
+            if dispatcher.alone(known, over):
+                parts = self._launch(put, put.rows.size)
+            else:
                 dispatcher.add(known)
-        if is_alone:
-            self._put_alone(put)
+        if parts:  # nothing is under way that it could go behind, or together with
+            for part in parts:
+                self._start([part])
             return
         self._here.puts = True
         try:
@@ -141,14 +143,6 @@ class TransferQueue(Owned):
         finally:
             self._here.puts = False
         self._start_parts(len(self._parts))
-
-    def _put_alone(self, put: QueuedPut) -> None:
-        """Nothing is under way that it could go behind, or together with."""
-        with self._lock:
-            if put.is_free:
-                return  # given up meanwhile
-            put.granted = put.launched = put.rows.size
-        self._start([self._part(put, put.rows, paced=True)])
 
     def load(
         self,
@@ -306,15 +300,7 @@ class TransferQueue(Owned):
             put = self._puts.get(launch.name)
             if put is None or put.is_free or put.granted < launch.first:
                 return  # given up meanwhile
-            put.granted = end = max(end, put.granted)
-            while put.launched < end:  # bounded: each turn launches a row at least
-                rows = end - put.launched if put.open is None else self._part_rows(put)
-                first, put.launched = put.launched, put.launched + rows
-                grant = None if put.open is None else put.open.add(first, rows)
-                taken = put.rows[first : put.launched]
-                self._parts.append(self._part(put, taken, paced=True, grant=grant))
-            if put.open is not None:
-                put.open.grant(end, partial(self._progressed, put))
+            self._parts += self._launch(put, max(end, put.granted))
         if not getattr(self._here, "puts", False):
             self._wake.release()
 
@@ -359,6 +345,19 @@ class TransferQueue(Owned):
     ) -> PutPart:
         ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
         return PutPart(put.request, rows, put.progress, ended, grant)
+
+    def _launch(self, put: QueuedPut, end: int) -> list[PutPart]:
+        """Grants rows up to ``end``, and makes parts of those that have none.  Lock held."""
+        parts, put.granted = [], end
+        while put.launched < end:  # bounded: each turn launches a row at least
+            rows = end - put.launched if put.open is None else self._part_rows(put)
+            first, put.launched = put.launched, put.launched + rows
+            grant = None if put.open is None else put.open.add(first, rows)
+            taken = put.rows[first : put.launched]
+            parts.append(self._part(put, taken, paced=True, grant=grant))
+        if put.open is not None:
+            put.open.grant(end, partial(self._progressed, put))
+        return parts
 
     def _can_stop(self, put: QueuedPut) -> bool:
         """Whether it is long enough to be stopped within."""
