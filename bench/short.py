@@ -131,10 +131,12 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
         ]
         for store in stores:
             store.allocate_memory(max(_PAGES))
-        for turn, n, store in itertools.product(range(-_WARM, count), _PAGES, stores):
-            for call, us in _call_costs(store, n, rng).items():
-                if turn >= 0:
-                    took.setdefault((store is stores[0], n, call), []).append(us)
+        cases = np.array(list(itertools.product(_PAGES, stores)), object)
+        for turn in range(-_WARM, count):
+            for n, store in rng.permutation(cases):  # what went before leaves caches cold
+                for call, us in _call_costs(store, n, rng).items():
+                    if turn >= 0:
+                        took.setdefault((store is stores[0], n, call), []).append(us)
     return [
         {
             "pages": n,
