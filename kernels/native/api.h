@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Raised with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 9;
+constexpr uint32_t kTuttiAbiVersion = 10;
 
 // An empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;

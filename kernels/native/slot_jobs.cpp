@@ -150,7 +150,7 @@ int tutti_put_start(const tutti_put* put, uint64_t* words) {
   const tutti_put_tables& tables = put->tables;
   const auto uses = static_cast<uint32_t>(put->uses);
   auto* rows = reinterpret_cast<int64_t*>(at.columns);
-  if (n == 0 || tables.allocator->free_slots < n + put->reserve) return 0;
+  if (n == 0 || tables.allocator->free_slots < n) return 0;
   if (tutti_index_absent(tables.index, put->keys, n, uses, rows) < static_cast<int64_t>(n))
     return 0;
   const tutti_placement placement = {put->keys,     put->parents, put->depths,      n,

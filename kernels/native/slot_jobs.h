@@ -62,7 +62,6 @@ struct tutti_put {
   const tutti_record_identity* identity;  // of any member
   uint64_t member_slots;
   uint64_t layers;
-  uint64_t reserve;  // slots that stay free
   // Of this one.
   const uint8_t* keys;
   const uint8_t* parents;

@@ -84,14 +84,20 @@ def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) 
         assert store.match(keys[:PAGES]) == PAGES
 
 
-def test_a_full_pool_makes_room_for_the_next_put_of_a_page(tmp_path: Path, seed: int) -> None:
+def test_a_full_pool_makes_room_for_the_next_short_put(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one is written, so that none of them has to choose what goes."""
     rng = np.random.default_rng(seed)
     with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB") as store:
-        store.allocate_memory(1)
         slots = store.stats()["capacity_objects"]
-        for turn in range(slots + 20):
+        reserve = reserve_slots(slots)
+        assert reserve > 1
+        store.allocate_memory(reserve)
+        for _ in range(slots):
             assert store.put(some_keys(rng, 1), [0]).wait(30).stored == 1
-            if turn >= slots:
-                wait_until(lambda: store.stats()["free_objects"] > reserve_slots(slots))
+        monkeypatch.setattr(store._reclaimer, "make_room", None)
+        for n in [1, reserve, reserve] * 10:
+            wait_until(lambda: store.stats()["free_objects"] > reserve)
+            assert store.put(some_keys(rng, n), np.arange(n)).wait(30).stored == n
         assert store.stats()["space_waits"] == 0

@@ -68,10 +68,10 @@ class QuickPut:
 class QuickPuts:
     """Starts and ends them.  The caller holds the core's lock.
 
-    most: keys of one.  reserve: slots that stay free.
+    most: keys of one.
     """
 
-    def __init__(self, core: Core, table: RecordTable, most: int, reserve: int) -> None:
+    def __init__(self, core: Core, table: RecordTable, most: int) -> None:
         self._core, self._table, self._most = core, table, most
         self._superblocks: object = None
         self._staging = table.staging_address
@@ -82,7 +82,6 @@ class QuickPuts:
             records=table.writes,
             member_slots=core.geometry.slots,
             layers=core.layers,
-            reserve=reserve,
         )
         self._data = put.data
         put.data.opcode, put.data.priority = OPCODE_WRITE, PRIORITY_STORE

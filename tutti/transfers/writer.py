@@ -90,7 +90,7 @@ class Writer:
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self.batch_pages = self._table.block_records
-        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN, reclaimer.reserve_slots)
+        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN)
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self.batch_ended: Callable[[], object] = lambda: None  # called after each
@@ -143,8 +143,7 @@ class Writer:
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
             core.check_open()
-            room = core.allocator.free_slots - self._reclaimer.reserve_slots
-            if not 0 < n <= room or not core.is_unlimited:
+            if not 0 < n <= core.allocator.free_slots or not core.is_unlimited:
                 return None
             if request.depth == 0:
                 core.index.begin_use()  # see put
