@@ -240,7 +240,7 @@ class Dispatcher(Owned):
             if self._under_way() > over or not self._goes(known):
                 return False
             known.at_once = True
-            self.add(known)
+            self._events.append(known)
         return True
 
     def _goes(self, known: LoadKnown | WriteKnown) -> bool:
