@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from node.agents import LAYOUT, RunningAgent
+from waiting import wait_until
 
 import tutti
 from store.pools import fill, some_keys
@@ -339,6 +340,7 @@ def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
     load = store.load(keys, np.arange(4, 8))
     load.on_settled(lambda: done.append([]))
     assert load.wait_settled(30)
+    wait_until(lambda: len(done) == 2)  # waiters are woken first
     assert sorted(done) == [[], [int(Outcome.STORED)] * 4]
 
 
