@@ -49,8 +49,8 @@ void ServiceThread::interrupt(u32 kind) {
 // commands only once the last one of those in flight has ended, so a load that finds a drive idle
 // begins with its first layer, or with about what the drive moves in the time that a command alone
 // takes, and goes on with that and three times what is there already.  A drive that was seen to do
-// that gets little beyond the first layer, and then more: each group costs a pause.  There a load
-// whose layers are consumed goes on with groups that arrive when they are needed.
+// that gets little beyond the first layer, and then the rest: each group costs a pause.  There a
+// load whose layers are consumed goes on with groups that arrive when they are needed.
 bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   if (part->job->config.priority == kRecords) return false;
   const bool is_grouped = fixed_window_ == 0 && comes_in_groups(*part);
@@ -65,8 +65,7 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
     const u64 alone_nbytes = opening_rate_ / 1000 * alone_ns(kind) / 1'000'000;
     u64 most = alone_nbytes + 3 * opening_nbytes_;
     if (reports_together()) {
-      const bool has_begun = opening_nbytes_ >= 2 * alone_nbytes;
-      most = has_begun ? ~u64{0} : alone_nbytes / 2 + 4 * opening_nbytes_;
+      most = opening_nbytes_ < opening_->layer_nbytes ? alone_nbytes / 2 : ~u64{0};
     }
     waits_for_group_ = !is_first && inflight_nbytes_ + nbytes > most;
   }
