@@ -118,7 +118,7 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
                            << config.iocb.lba_shift;
   const u64 nbytes = part->layer_nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
-  part->group_until_ns = monotonic_ns() + kOpeningNs;
+  part->group_until_ns = clock_ns + kOpeningNs;
   part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   const u64 past_ns = part->next / part->n_runs * part->interval_ns;
   part->is_ahead = part->job->ahead;

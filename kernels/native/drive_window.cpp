@@ -57,7 +57,7 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   if (is_grouped && part->in_flight == 0) begin_group(part, kind, nbytes);
   if (active_.empty()) return false;
   if (is_grouped) {
-    waits_for_group_ = part->next >= part->group_end && monotonic_ns() < part->group_until_ns;
+    waits_for_group_ = part->next >= part->group_end && clock_ns() < part->group_until_ns;
     if (part == opening_ && !waits_for_group_) wants_alone_ = false;  // or others wait for it
   } else if (fixed_window_ == 0 && opening_ != nullptr) {
     if (wants_alone_) return true;
@@ -98,7 +98,7 @@ void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
   const u32 asked = std::min(job.consumer.asked(), job.n_layers);
   layers = std::max(layers, asked - std::min(asked, ready));
   part->group_end = static_cast<u64>(ready + layers) * part->n_runs;
-  part->group_until_ns = monotonic_ns() + kOpeningNs;
+  part->group_until_ns = clock_ns() + kOpeningNs;
 }
 
 // How long a command of this kind takes with no other in flight.
