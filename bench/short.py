@@ -5,9 +5,7 @@ calls, until the call returns, after the transfer before has ended and for loads
 of one page go to a file or a device by direct I/O, and so do plain writes of the same bytes and one
 record: in turns, or one after the other on devices, which hold one pool.
 All calls come from another thread than the main one, as in a server: one from the main thread,
-which Ctrl-C interrupts, is made by another thread, whose CPU time would not count.  The floor is
-the system call by which every transfer wakes a thread of the engine: here without a store, at the
-same moments.
+which Ctrl-C interrupts, is made by another thread, whose CPU time would not count.
 Pools are opened with the defaults of `tutti.open`, where transfers pass the scheduler's queue; rows
 and puts "at once" have no profile.
 """
@@ -16,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +46,6 @@ from tutti.transfers.store_config import StoreConfig
 HEAD = ("pages", "call", "best us", "median us", "bar us", "")
 #: Microseconds of the caller for each call, and how many times its bytes and a record a put takes.
 BARS_US = {"put": 60.0, "match and load": 100.0, "match and load, in a row": 100.0}
-FLOOR = "floor"
 RATIO = 1.5
 _PAGES = (1, 4, 16)
 _SHAPE, _PAGE_SHAPE = "16x128KiB", "32x256KiB"  # 2 MiB and 8 MiB
@@ -59,7 +54,6 @@ _CALLS_NBYTES = 2 * GiB + 64 * MiB  # a 64th, which is kept free, has the pages 
 _MEMORY = Path("/dev/shm")
 _RECORD_NBYTES = 4096  # the block of a record
 _WAIT_S, _LIMIT_S = 60.0, 3600.0  # for a transfer, and for all of them
-_END = 1 << 32  # ends the thread that waits
 #: Pools that take puts of one page, by options.
 _PUTS: dict[str, dict[str, Any]] = {
     "put": {},
@@ -137,12 +131,11 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
         ]
         for store in stores:
             store.allocate_memory(max(_PAGES))
-        woken = _waiting_thread(stack)
         cases = np.array(list(itertools.product(_PAGES, stores)), object)
         for turn in range(-_WARM, count):
             for n, store in rng.permutation(cases):  # what went before leaves caches cold
-                for call, us in _call_costs(store, n, rng, woken).items():
-                    if turn >= 0 and (call != FLOOR or store is stores[0]):
+                for call, us in _call_costs(store, n, rng).items():
+                    if turn >= 0:
                         took.setdefault((store is stores[0], n, call), []).append(us)
     return [
         {
@@ -156,25 +149,7 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _waiting_thread(stack: ExitStack) -> int:
-    """The eventfd at which one waits, as a service thread of an engine does."""
-    fd = os.eventfd(0)
-    stack.callback(os.close, fd)
-
-    def wait() -> None:
-        while os.eventfd_read(fd) < _END:
-            pass
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(os.eventfd_write, fd, _END)
-    return fd
-
-
-def _call_costs(
-    store: ObjectStore, n: int, rng: np.random.Generator, woken: int
-) -> dict[str, float]:
+def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[str, float]:
     """Microseconds of this thread for each call; everything has ended afterwards."""
     keys, pages = rng.integers(0, 256, (n, 16), np.uint8), np.arange(n)
     clock_ns = time.thread_time_ns
@@ -195,11 +170,8 @@ def _call_costs(
     times_ns.append(clock_ns())
     for ticket in loads:
         ticket.wait_settled(_WAIT_S)
-    times_ns.append(clock_ns())
-    os.eventfd_write(woken, 1)
-    times_ns.append(clock_ns())
-    took_us = np.diff(times_ns)[::2] / 1e3 / (1, 1, _ROW, 1)
-    return dict(zip((*BARS_US, FLOOR), took_us.tolist(), strict=True))
+    took_us = np.diff(times_ns)[::2] / 1e3 / (1, 1, _ROW)
+    return dict(zip(BARS_US, took_us.tolist(), strict=True))
 
 
 def _one_page(
@@ -289,11 +261,10 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
     """The table below HEAD; a median that misses its bar is marked."""
     rows: list[Sequence[Any]] = []
     for row in result["calls"]:
-        bar, us = result["bars_us"].get(row["call"], math.inf), row["median_us"]
+        bar, us = result["bars_us"][row["call"]], row["median_us"]
         best = f"{row['best_us']:.0f}"
         call = row["call"] if row.get("scheduled", True) else f"{row['call']}, at once"
-        text = f"{bar:g}" if bar < math.inf else ""
-        rows.append((row["pages"], call, best, f"{us:.0f}", text, _missed(us, bar)))
+        rows.append((row["pages"], call, best, f"{us:.0f}", f"{bar:g}", _missed(us, bar)))
     return rows
 
 
