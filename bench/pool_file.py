@@ -51,30 +51,16 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the pools of a benchmark lie, and how they are opened."""
     add_place_arguments(parser)
-    parser.add_argument(
-        "--verify",
-        choices=("always", "sampled", "off"),
-        default="always",
-        help="loads to verify by their digests",
-    )
-    parser.add_argument(
-        "--durability",
-        choices=("process", "flush"),
-        default="process",
-        help="finished puts survive a crash of the process, or also a power loss",
-    )
-    parser.add_argument(
-        "--executor",
-        choices=("auto", "uring", "threads"),
-        default="auto",
-        help="how files are read and written",
-    )
-    parser.add_argument(
-        "--memory-pages",
-        choices=("huge", "ordinary"),
-        default="huge",
-        help="kind of memory pages for the buffers of loads",
-    )
+    for option, choices, meaning in (
+        ("--verify", ("always", "sampled", "off"), "loads to verify by their digests"),
+        (
+            *("--durability", ("process", "flush")),
+            "finished puts survive a crash of the process, or also a power loss",
+        ),
+        ("--executor", ("auto", "uring", "threads"), "how files are read and written"),
+        ("--memory-pages", ("huge", "ordinary"), "kind of memory pages for the buffers of loads"),
+    ):
+        parser.add_argument(option, choices=choices, default=choices[0], help=meaning)
     parser.add_argument(
         "--prewrite",
         action="store_true",
