@@ -50,7 +50,6 @@ class Conditions:
             filled = max(0.0, filled + more - self.exhausted * write * _STEP_NS / 1e9)
             if self.cache_nbytes and filled >= self.cache_nbytes:
                 write *= self.exhausted
-                filled = min(filled, self.cache_nbytes * 1.05)
             device.change(write, self.interference(timeline.now_ns))
             if is_busy():
                 timeline.at(timeline.now_ns + _STEP_NS, step)
