@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from store.pools import (
     opened,
     some_keys,
 )
+from store.test_transfer_queue import PROFILE, OneByOne
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -36,6 +40,8 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.medium.geometry import Geometry
 from tutti.medium.superblock import Superblock, choose_superblock
+from tutti.memory.host_memory import HostMemory
+from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.tickets import LoadProgress, LoadTicket, PutTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
@@ -70,6 +76,7 @@ def test_what_comes_back_again_and_again_outlasts_what_is_only_stored(
 def test_room_is_looked_for_again_once_a_load_has_ended(rng: np.random.Generator) -> None:
     """Also where as many others are under way as when there was none."""
     with opened(formatted()) as store:
+        store._core.refill = lambda: None  # nothing is evicted ahead
         memory, keys = store.allocate_memory(40), some_keys(rng, GEOMETRY.slots)
 
         def held(some: np.ndarray) -> LoadProgress:
@@ -173,6 +180,39 @@ def test_no_transfer_begins_in_memory_that_is_being_unregistered(rng: np.random.
             controller.release()
             over.result(5)
         ticket.wait(5)
+
+
+def test_no_load_that_waits_for_its_turn_begins_in_memory_that_was_unregistered(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = Schedule(PROFILE, policy=OneByOne)
+    with opened(formatted(), schedule=schedule, timeout_s=0.5) as store:
+        store.allocate_memory(4)
+        keys, other = some_keys(rng, 2), HostMemory.allocate(LAYOUT, 4)
+        store.put(keys, range(2)).wait(5)
+        on_gpu = replace(other.memory, path=NoGpu(lambda: used in store._resources.memories))
+        store.register(used := HostMemory(LAYOUT, on_gpu, (), other.owner))
+        monkeypatch.setattr(store._queue.dispatcher, "alone", lambda *given: False)
+        with ThreadPoolExecutor(1) as another:
+            load = another.submit(store.load, keys, range(2), memory=used)
+            wait_until(lambda: bool(store._queue._loads))
+            with suppress(DeviceTimeout):  # then the load goes on
+                store.unregister(used)
+            with pytest.raises(TuttiError, match=r"being unregistered|nothing moves"):
+                load.result(5)
+
+
+class NoGpu:
+    """Moves nothing."""
+
+    holds = False
+
+    def __init__(self, is_registered: Callable[[], bool]) -> None:
+        self._is_registered = is_registered
+
+    def submit(self, *given: Any, **options: Any) -> None:
+        assert self._is_registered()
+        raise TuttiError("nothing moves")
 
 
 def test_a_record_that_cannot_be_read_quarantines_nothing(rng: np.random.Generator) -> None:

@@ -59,7 +59,7 @@ class InFlight(Owned):
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
-        self.in_flight = self.ended = 0  # operations
+        self.in_flight = 0  # operations
         self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
         # The queue's thread: what wakes it, and what it does beside the queue's own.
@@ -85,23 +85,28 @@ class InFlight(Owned):
         """
         self.check_open()
         if memory is not None:
-            place = id(memory)
-            if place in self._withdrawn:
-                raise ConfigError("this memory is being unregistered; use other memory")
-            self._uses[place] = self._uses.get(place, 0) + 1
+            self._use(memory)
         self.in_flight += 1
 
     def end(self, memory: PagedMemory | None = None) -> None:
         """An operation ended: wakes waiters for space or quiet.  memory: as it began."""
         with self.lock:
             if memory is not None:
-                place = id(memory)
-                self._uses[place] -= 1
-                if not self._uses[place]:
-                    del self._uses[place]
+                self._unuse(memory)
             self.in_flight -= 1
-            self.ended += 1
             self.changed.notify_all()
+
+    def _use(self, memory: PagedMemory) -> None:
+        place = id(memory)
+        if place in self._withdrawn:
+            raise ConfigError("this memory is being unregistered; use other memory")
+        self._uses[place] = self._uses.get(place, 0) + 1
+
+    def _unuse(self, memory: PagedMemory) -> None:
+        place = id(memory)
+        self._uses[place] -= 1
+        if not self._uses[place]:
+            del self._uses[place]
 
     @contextlib.contextmanager
     def withdrawn(self, memory: PagedMemory, timeout_s: float) -> Iterator[None]:
@@ -151,37 +156,48 @@ class InFlight(Owned):
                 self.changed.wait(min(left_s, 0.2))
             return self.in_flight == 0
 
-    def wait_admitted(self, timeout_s: float) -> None:
-        """Waits while all stands still: see ``quiesced``.  Lock held."""
-        if not self.ready:
+    def wait_admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> None:
+        """Waits while all stands still: see ``quiesced``.  memory: as for ``begin``, which follows.
+        Lock held.
+        """
+        if self.ready:
+            return
+        if memory is not None:
+            self._use(memory)
+        try:
             self.wait_ready(timeout_s)
+        finally:
+            if memory is not None:
+                self._unuse(memory)
 
-    def admitted(self, timeout_s: float) -> Admitted:
-        """Counts what begins inside, from when nothing stands still: see ``quiesced``.
+    def admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> Admitted:
+        """Counts what begins inside, from when nothing stands still: see ``quiesced``, ``begin``.
 
         Raises DeviceTimeout when that takes longer.
         """
-        return Admitted(self, timeout_s)
+        return Admitted(self, timeout_s, memory)
 
 
 class Admitted:
     """See InFlight.admitted; a class, as a generator takes three times as long."""
 
-    __slots__ = ("_core", "_timeout_s")
+    __slots__ = ("_core", "_memory", "_timeout_s")
 
-    def __init__(self, core: InFlight, timeout_s: float) -> None:
-        self._core, self._timeout_s = core, timeout_s
+    def __init__(self, core: InFlight, timeout_s: float, memory: PagedMemory | None) -> None:
+        self._core, self._timeout_s, self._memory = core, timeout_s, memory
 
     def __enter__(self) -> None:
         core = self._core
         with core.lock:
-            core.wait_admitted(self._timeout_s)
-            core.begin()  # at once, or a quiesced could begin in between
+            core.wait_admitted(self._timeout_s, self._memory)
+            core.begin(self._memory)  # at once, or a quiesced could begin in between
 
     def __exit__(self, *exception: object) -> None:
         core = self._core
+        if self._memory is not None:
+            core.end(self._memory)
+            return
         with core.lock:
             core.in_flight -= 1
-            core.ended += 1
             if core.in_flight == 0:
                 core.changed.notify_all()

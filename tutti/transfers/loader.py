@@ -137,7 +137,7 @@ class Loader:
         core = self._core
         with core.lock:
             if admit:
-                core.wait_admitted(core.config.timeout_s)
+                core.wait_admitted(core.config.timeout_s, memory)
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin(memory)
             try:
