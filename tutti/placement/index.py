@@ -90,6 +90,7 @@ class Index:
         self.slots = slots
         # Look-ups, loads and new chains so far: recency.
         self.uses = 1
+        self.unpins = 0  # calls
         self._words = np.zeros((slots, 2), np.uint64)
         self.key: Keys = self._words.view(np.uint8)
         self.state = np.full(slots, SlotState.FREE, np.uint8)
@@ -295,6 +296,7 @@ class Index:
     def unpin(self, slots: Slots) -> None:
         """Takes back what one `pin` with the same slots did."""
         slots = np.ascontiguousarray(slots)
+        self.unpins += 1
         if quick().tutti_index_unpin(self._handle, address(slots), slots.size) < 0:
             self._check_slots(slots)
             raise AssertionError("a slot was unpinned more often than pinned")

@@ -138,7 +138,7 @@ class QuickPuts:
             core.sequence += n
             core.history.regretted += result - 1
             if together.grant is not None:  # a job that is never let on ends by its deadline
-                together.grant.begin(job)
+                core.guard.call("the grant of a put's layers", together.grant.begin, job)
             return started
         self._withdraw(job, block)
         if result < 0:

@@ -87,7 +87,7 @@ class Reclaimer:
         available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
-        state = (core.lookup_pins.changes, core.counters.stored, core.ended)
+        state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins)
         if state == self._nothing_at and not kept.size:
             return
         among = np.ones(core.index.slots, np.bool_) if kept.size else None

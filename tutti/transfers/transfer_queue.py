@@ -98,7 +98,7 @@ class TransferQueue(Owned):
         core, dispatcher = self._core, self.dispatcher
         now = np.arange(len(request.keys), dtype=np.int64)
         with core.lock:
-            core.wait_admitted(core.config.timeout_s)
+            core.wait_admitted(core.config.timeout_s, request.memory)
             progress = PutProgress(len(request.keys), core.guard, core.store_latency)
             put = QueuedPut(request, progress, len(request.keys))
             core.begin(request.memory)
@@ -174,7 +174,7 @@ class TransferQueue(Owned):
                 progress = self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
                 self._alone = load.name, progress
             else:
-                with core.admitted(core.config.timeout_s) if admit else nullcontext():
+                with core.admitted(core.config.timeout_s, memory) if admit else nullcontext():
                     given = keys, pages, memory, ahead
                     progress = self._load_in_turn(dispatcher, load, known, given)
         except BaseException:
@@ -314,6 +314,8 @@ class TransferQueue(Owned):
             self._report(put)
             put.granted = max(end, put.written)
             dispatcher.add(WriteStopped(dispatcher.now_ns(), name, put.granted))
+        if self._held:
+            self._wake.release()
 
     def copy_out(self, name: str) -> None:
         """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
@@ -431,7 +433,9 @@ class TransferQueue(Owned):
         writer = self._writer
         if not writer.active or writer.finished != self._held_since or self._stopping:
             return True
-        return sum(part.rows.size for part in self._held) >= writer.batch_pages
+        with self._lock:  # the batches under way may be those of a put that stopped
+            has_stopped = any(put.granted < put.launched for put in self._puts.values())
+        return has_stopped or sum(part.rows.size for part in self._held) >= writer.batch_pages
 
     def _take_held(self) -> list[PutPart]:
         """What can be written with the part that is held for longest."""
