@@ -34,9 +34,10 @@ from tutti.commands.outcome import (
     EXIT_UNUSABLE,
     EXIT_USAGE,
     CommandResult,
+    NotThere,
 )
 from tutti.commands.settings import configure
-from tutti.errors import ConfigError, KeyMissing, TuttiError, system_message
+from tutti.errors import ConfigError, TuttiError, system_message
 
 _EXIT_CODES = (
     (EXIT_OK, "success"),
@@ -296,7 +297,7 @@ def _failure(error: BaseException) -> tuple[str, int]:
         return "interrupted", EXIT_INTERRUPTED
     if isinstance(error, ConfigError):
         return str(error), EXIT_USAGE
-    if isinstance(error, KeyMissing):
+    if isinstance(error, NotThere):
         return str(error), EXIT_FAILED
     if isinstance(error, TuttiError):
         return str(error), EXIT_UNUSABLE

@@ -100,6 +100,21 @@ def test_chains_are_listed_pinned_and_removed(
             assert main(["ls", pool, "--member", str(tmp_path / "other")]) == 2
 
 
+def test_the_followers_of_a_key_that_is_not_there_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    pool = str(tmp_path / "pool.tutti")
+    chain = some_keys(np.random.default_rng(seed), 3)
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        store.allocate_memory(3)
+        store.put(chain, range(3)).wait(30)
+    assert main(["rm", pool, chain[1].tobytes().hex()]) == 0
+    assert main(["rm", pool, chain[1].tobytes().hex(), "--chain"]) == 1
+    capsys.readouterr()
+    assert main(["ls", pool, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == 2
+
+
 def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool = str(tmp_path / "pool.tutti")
     tutti.open(pool, LAYOUT, "32MiB").close()
@@ -123,6 +138,8 @@ def test_keys_that_are_not_in_the_pool_are_named(
     assert main([command, pool, absent, absent, "--chain", *more]) == 1
     assert capsys.readouterr().err == f"tutti: not in the pool: {absent}\n"
     assert not out.exists()
+    assert main([command, pool, *(f"{n:032x}" for n in range(20)), *more]) == 1
+    assert capsys.readouterr().err.endswith(f", {7:032x} and 12 more\n")
     assert main([command, pool, "--namespace", "none", *more]) == 0
     out.unlink(missing_ok=True)
     assert main([command, pool, absent, there, *more]) == 1

@@ -85,8 +85,11 @@ def test_values_out_of_range_are_refused(words: tuple[str, str], says: str) -> N
         config_of(*words)
 
 
-def test_the_socket_may_be_given_as_clients_give_it() -> None:
+def test_the_socket_may_be_given_as_clients_give_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert parser().parse_args(["--socket", "unix:/run/s"]).socket == "/run/s"
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--socket", "unix:"])
+    assert "the path is empty" in capsys.readouterr().err
 
 
 def test_a_flag_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ from tutti.arguments import above_zero, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
-from tutti.errors import ConfigError, KeyMissing, KeySizeError
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult, NotThere
+from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys, chain_keys
 from tutti.medium.slot_record import tenant_of
@@ -25,7 +25,7 @@ from tutti.node.connect import AGENT, connect, pools
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
 
-_LISTED = 50
+_LISTED, _NAMED_MAX = 50, 8
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _RECOVERY_S = 600.0
 _EXAMPLE = """\
@@ -253,7 +253,7 @@ def _namespace(tenant: int, names: Mapping[int, str]) -> str:
 def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
     """The pool, and the keys that the arguments name.
 
-    Raises ConfigError when they name none, and KeyMissing for those that are not in the pool: at
+    Raises ConfigError when they name none, and NotThere for those that are not in the pool: at
     once if that is all of them, else at the end.
     """
     if not args.keys and args.namespace is None and args.tokens is None:
@@ -264,15 +264,17 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
     with _opened(args, args.name) as store:
         there = {info.key for info in store.catalogue.objects(as_keys(keys))}
         missing = [key.hex() for key in keys if key not in there]
+        more = f" and {len(missing) - _NAMED_MAX} more" if len(missing) > _NAMED_MAX else ""
+        absent = NotThere(f"not in the pool: {', '.join(missing[:_NAMED_MAX])}{more}")
+        keys = [key for key in keys if key in there]
         if args.tokens is not None:
             keys += [key.tobytes() for key in _prompt_keys(store, args.tokens)]
         if args.namespace is not None:
             keys += [key.tobytes() for key in store.catalogue.keys(args.namespace)]
+        if missing and not keys:
+            raise absent
         if args.chain:
             keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
-        absent = KeyMissing(f"not in the pool: {', '.join(missing)}")
-        if missing and len(keys) <= len(missing):
-            raise absent
         yield store, as_keys(keys)
         if missing:
             raise absent
@@ -281,7 +283,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
 def _prompt_keys(store: Store, file: str) -> Keys:
     """Keys of the prompt's pages that are in the pool, as this package or SGLang names them.
 
-    Raises ConfigError for a file that is not of token ids, KeyMissing for a prompt without pages
+    Raises ConfigError for a file that is not of token ids, NotThere for a prompt without pages
     here.
     """
     try:
@@ -299,7 +301,7 @@ def _prompt_keys(store: Store, file: str) -> Keys:
             keys = prompt_keys(layout.fingerprint, tokens, layout.page_size)
             found = store.match(keys)
     if not found:
-        raise KeyMissing(
+        raise NotThere(
             f"no page of this prompt of {tokens.size} tokens is in the pool; pages of SGLang are"
             " found where sglang is installed, unless they have a salt or updated weights"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.errors import KeyMissing
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -14,6 +16,10 @@ EXIT_HUNG_UP = 129  # 128 + SIGHUP
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 EXIT_TERMINATED = 143  # 128 + SIGTERM
+
+
+class NotThere(KeyMissing):
+    """What the arguments name is not in the pool."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,13 @@ class _PoolOption(NamedTuple):
     meaning: str
 
 
+def _socket(text: str) -> str:
+    """An argparse type: a path, also as clients give it."""
+    if not (path := text.removeprefix(AGENT)):
+        raise argparse.ArgumentTypeError("the path is empty")
+    return path
+
+
 def _yes_or_no(text: str) -> bool:
     """An argparse type; TOML's true and false are taken, too."""
     known = {"yes": True, "true": True, "no": False, "false": False}
@@ -105,7 +112,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--socket",
-        type=lambda path: path.removeprefix(AGENT),
+        type=_socket,
         required=True,
         metavar="PATH",
         help="Unix socket to listen on (mode 0600)",

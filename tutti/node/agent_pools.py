@@ -136,11 +136,13 @@ class AgentPools:
     def _named(self, start: str) -> str:
         names = self.names()
         found = [name for name in names if name.startswith(start)]
+        if not names:
+            raise PoolNotFound("the agent has no pools yet; a client with a layout makes one")
         if len(found) != 1:
             which = f"whose name begins with {start!r}" if start else "in all"
             raise PoolNotFound(
                 f"the agent has {len(found)} pools {which}; give a layout, or --pool with one of:"
-                f" {', '.join(names) or '(none)'}"
+                f" {', '.join(names)}"
             )
         return found[0]
 
