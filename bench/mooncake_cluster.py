@@ -56,7 +56,7 @@ def _started(name: str, *options: str) -> Iterator[None]:
     if spec is None or spec.origin is None:
         raise Unsupported(
             "this bench needs Mooncake's client; in a clone of this project:"
-            " pip install '.[cluster]'"
+            " pip install -e '.[cluster]'"
         )
     # The program itself: what pip puts on PATH starts it as a child, which a kill would not reach.
     command = [str(Path(spec.origin).parent / name), *options]

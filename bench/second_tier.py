@@ -275,7 +275,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if importlib.util.find_spec("mooncake") is None:
         raise Unsupported(
             "this bench needs Mooncake's client; in a clone of this project:"
-            " pip install '.[cluster]'"
+            " pip install -e '.[cluster]'"
         )
     layout = KVLayout.mha(
         layers=_LAYERS, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16", model="bench"

@@ -50,7 +50,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise Unsupported(
-            "PyTorch is not installed; in a clone of this project: pip install '.[cuda]'"
+            "PyTorch is not installed; in a clone of this project: pip install -e '.[cuda]'"
         ) from error
     if not torch.cuda.is_available():
         raise Unsupported("PyTorch sees no CUDA device")

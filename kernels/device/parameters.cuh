@@ -33,9 +33,9 @@
 // is an error like any other: no wait is without end, and waiters on the flag are released.
 //
 // After a deadline a command keeps its CID, and the device may still write where the command says.
-// `tallies[layer].owned` counts such commands; memory and CIDs are free again where it is 0, or
-// after the controller was reset.  A block one of whose commands was late sends nothing more in
-// later layers, and gives them up at once.
+// `tallies[layer].owned` counts such commands; where it is not 0, memory and CIDs are free again
+// only after the controller was reset.  A block one of whose commands was late sends nothing more
+// in later layers, and gives them up at once.
 #pragma once
 
 #include "gio_uring/iocb.h"

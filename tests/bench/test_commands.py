@@ -31,6 +31,6 @@ def test_what_the_second_tier_needs_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     assert cli.main(["bench", "second-tier", "--remote", "mooncake://127.0.0.1:1"]) == 3
-    assert "pip install '.[cluster]'" in capsys.readouterr().err
+    assert "pip install -e '.[cluster]'" in capsys.readouterr().err
     assert cli.main(["bench", "second-tier"]) == 3
     assert cli.main(["bench", "second-tier", "--remote", "http://127.0.0.1"]) == 2

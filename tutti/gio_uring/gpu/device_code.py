@@ -166,7 +166,8 @@ class _Nvrtc:
             from cuda.bindings import nvrtc
         except ImportError as error:
             raise Unsupported(
-                "cuda-bindings is not installed; in a clone of this project: pip install '.[cuda]'"
+                "cuda-bindings is not installed; in a clone of this project:"
+                " pip install -e '.[cuda]'"
             ) from error
         self._nvrtc: Any = nvrtc
 

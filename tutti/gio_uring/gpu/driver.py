@@ -198,7 +198,8 @@ class CudaDriver(Owned):
             from cuda.bindings import driver
         except ImportError as error:
             raise Unsupported(
-                "cuda-bindings is not installed; in a clone of this project: pip install '.[cuda]'"
+                "cuda-bindings is not installed; in a clone of this project:"
+                " pip install -e '.[cuda]'"
             ) from error
         self._cuda: Any = driver
         self.device = device
