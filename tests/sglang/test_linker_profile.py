@@ -197,13 +197,19 @@ def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.Monk
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """What the pools' schedulers are told, in order."""
     events: list[Event] = []
-    original = Dispatcher.add
+    add, alone = Dispatcher.add, Dispatcher.alone
 
-    def add(dispatcher: Dispatcher, event: Event) -> None:
+    def added(dispatcher: Dispatcher, event: Event) -> None:
         events.append(event)
-        original(dispatcher, event)
+        add(dispatcher, event)
 
-    monkeypatch.setattr(Dispatcher, "add", add)
+    def went_alone(dispatcher: Dispatcher, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
+        if is_alone := alone(dispatcher, known, over):
+            events.append(known)
+        return is_alone
+
+    monkeypatch.setattr(Dispatcher, "add", added)
+    monkeypatch.setattr(Dispatcher, "alone", went_alone)
     monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
     return events
 
