@@ -1,4 +1,4 @@
-"""Documents are computed once, offline, and kept: pinned ones are never evicted.
+"""Documents are computed once, offline, and pinned, so that they are never evicted.
 
     python examples/precompute.py /tmp/pool.tutti
 

@@ -1,4 +1,4 @@
-"""Two replicas, each a process, on one agent: what one stored the other one loads.
+"""Two replicas, each a process, on one agent: one loads the pages that the other stored.
 
     python examples/replicas.py /tmp/folder
 
