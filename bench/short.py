@@ -145,8 +145,12 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
             "best_us": min(us),
             "median_us": median(us),
         }
-        for (scheduled, n, call), us in took.items()
+        for (scheduled, n, call), us in sorted(took.items(), key=lambda case: _place(*case[0]))
     ]
+
+
+def _place(scheduled: bool, n: int, call: str) -> tuple[int, bool, int]:
+    return n, not scheduled, list(BARS_US).index(call)
 
 
 def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[str, float]:
