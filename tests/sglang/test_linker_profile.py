@@ -80,10 +80,9 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
         wait_for(lambda: rig.lookup(names(24)) == 24)
         assert rig.restore(names(24), range(30, 54))
         assert rig.content(range(30, 54)) == want
-        scheduler = rig.stored_pool.store.scheduler
-        wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
-        assert scheduler.counters()["written_pages"] == 24
-        assert scheduler.counters()["dropped_pages"] == 0
+        counters = rig.stored_pool.store.scheduler.counters
+        wait_for(lambda: counters()["read_nbytes"] > 0)
+        assert (counters()["written_pages"], counters()["dropped_pages"]) == (24, 0)
 
 
 def test_a_linker_shares_the_queue_of_its_medium(
@@ -203,10 +202,8 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         events.append(event)
         add(dispatcher, event)
 
-    def went_alone(dispatcher: Dispatcher, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
-        if is_alone := alone(dispatcher, known, over):
-            events.append(known)
-        return is_alone
+    def went_alone(dispatcher: Dispatcher, known: Any, *over: int) -> bool:
+        return alone(dispatcher, known, *over) and not events.append(known)
 
     monkeypatch.setattr(Dispatcher, "add", added)
     monkeypatch.setattr(Dispatcher, "alone", went_alone)
@@ -241,10 +238,9 @@ def test_a_cpu_tells_each_layer_and_whose_loads_it_waits_for(
         told = [event for event in posted if isinstance(event, StepBegan | LayerBegan | StepEnded)]
         STEPS.processed()
         STEPS.processed()
-        ends = sum(isinstance(event, StepEnded) for event in posted)
-        assert ends == 2, "both were over when their launch returned"
-        kinds = [type(event) for event in told]
-        assert kinds == [StepBegan, *[LayerBegan] * 3, StepEnded, StepBegan, StepEnded]
+        assert sum(isinstance(event, StepEnded) for event in posted) == 2, "over when launched"
+        kinds = [StepBegan, *[LayerBegan] * 3, StepEnded, StepBegan, StepEnded]
+        assert [type(event) for event in told] == kinds
         assert told[0].loads == (str(index),)
         assert [event.layer for event in told[1:4]] == [0, 1, 2]
         waited_s = sum(event.waited_ns for event in told[1:4]) / 1e9
@@ -264,11 +260,11 @@ def test_reads_carry_the_name_of_their_batch(tmp_path: Path, posted: list[Event]
         for _ in range(2):
             assert rig.restore(names(8), range(20, 28))
         known = [event for event in posted if isinstance(event, LoadKnown)]
+        assert [event.batch for event in known if not is_ahead(event)] == ["0", "1"]
         ahead = [event.batch for event in known if is_ahead(event)]
         assert ahead and all("ahead" in batch for batch in ahead), "for no step yet"
-        assert [event.batch for event in known if not is_ahead(event)] == ["0", "1"]
-        joined = [event for event in posted if isinstance(event, BatchJoined)]
-        assert [(event.batch, event.into) for event in joined] == [(name, "0") for name in ahead]
+        joined = [(e.batch, e.into) for e in posted if isinstance(e, BatchJoined)]
+        assert joined == [(name, "0") for name in ahead]
 
 
 def test_on_a_gpu_a_step_ends_when_it_was_processed(
