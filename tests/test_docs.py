@@ -101,7 +101,7 @@ def test_every_command_that_a_page_names_is_there() -> None:
 
 
 def test_no_page_and_no_command_replaces_an_editable_installation() -> None:
-    """One page says how to install Tutti as an ordinary package into SGLang's environment."""
+    """One page installs Tutti without -e, because it goes into the environment of SGLang."""
     files = [*pages(), *(p for d in ("tutti", "bench") for p in (ROOT / d).rglob("*.py"))]
     found = {file.relative_to(ROOT) for file in files if "pip install '." in file.read_text()}
     assert found == {Path("integration/sglang/README.md")}

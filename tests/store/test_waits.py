@@ -1,4 +1,4 @@
-"""What waits for what: nothing for something that waits for it, and nothing looks in vain."""
+"""Waits in a circle, memory of transfers that wait, and searches for victims that find none."""
 
 from __future__ import annotations
 
