@@ -21,6 +21,7 @@ from crash.power_log import DAMAGES, NOTHING, Bytes, Damage, Entry, image_after,
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT, formatted, names, opened
+from tutti.base.arrays import Mask, Slots
 from tutti.errors import PoolError
 from tutti.gio_uring.controller_file import FileController, uring_refusal
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
@@ -50,7 +51,7 @@ def blank(members: int) -> list[Bytes]:
 class Mark:
     """Something had ended when the log had `nbytes` bytes.
 
-    held: keys that were served then. kind: "open", "put", "clear", "close" or "leave".
+    held: keys that were served then. kind: "open", "put", "evict", "clear", "close" or "leave".
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Recording:
         store.wait_recovered(10)
         pool = store.allocate_memory(24, hugepages=False)
         self._mark("open", store)
+        self._mark_evictions(store)
         for step in steps:
             if step == "put":
                 self._put(store, pool)
@@ -122,6 +124,7 @@ class Recording:
         self._life.puts += keys
         for page, key in enumerate(keys):
             pool.write(page, content_of(key))
+        assert not store.match(as_rows(keys)), "a new key is there"  # makes room in the background
         cut = int(self._rng.integers(0, n))
         tickets = [
             store.put(as_rows(keys[first:last]), np.arange(first, last))
@@ -133,10 +136,23 @@ class Recording:
     def _nbytes(self) -> int:
         return os.fstat(self._log.fileno()).st_size
 
-    def _mark(self, kind: str, store: ObjectStore) -> None:
-        nbytes = self._nbytes()  # before the look: whatever is held now was stored before that
-        self._life.marks.append(Mark(kind, nbytes, self._held(store)))
-        self._life.begun.append(len(self._life.puts))
+    def _mark(self, kind: str, store: ObjectStore, gone: frozenset[bytes] = frozenset()) -> None:
+        with store._core.lock:  # marks are in the order of the log
+            held = self._held(store) - gone
+            self._life.marks.append(Mark(kind, self._nbytes(), held))
+            self._life.begun.append(len(self._life.puts))
+
+    def _mark_evictions(self, store: ObjectStore) -> None:
+        """Marks what goes from now on: a store makes room for puts to come at any time."""
+        core, choose = store._core, store._core.choose_victims
+
+        def chosen(n: int, among: Mask | None = None) -> Slots:
+            victims = choose(n, among)
+            keys = core.index.key[victims]
+            self._mark("evict", store, frozenset(key.tobytes() for key in keys))
+            return victims
+
+        core.choose_victims = chosen  # type: ignore[method-assign]
 
     @staticmethod
     def _held(store: ObjectStore) -> frozenset[bytes]:
