@@ -108,6 +108,7 @@ class ServiceThread {
   Window& window_of(u32 kind) { return windows_[loads_due_ != 0 ? 1 : 0][kind]; }
   u64 window(u32 kind);
   bool is_full(Part* part, u32 kind, u64 nbytes);
+  bool begins_slowly(const Part& part) const;
   bool comes_in_groups(const Part& part) const;
   void begin_group(Part* part, u32 kind, u64 nbytes);
   bool reports_together() const { return together_ > kAlways / 2; }

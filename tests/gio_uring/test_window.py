@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController, Parallelism
 
 from tutti.base.units import KiB, MiB
-from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
@@ -55,21 +56,13 @@ class Rig:
         self.controller.close()
 
     def submit(
-        self, pages: int, *, ahead: bool = False, opcode: int = OPCODE_READ
+        self, pages: int, *, opcode: int = OPCODE_READ, **options: Any
     ) -> tuple[Job, np.ndarray]:
         extents = Extents([0], [1], [pages], SLICE_NLB, PAGES * SLICE_NLB)
         ready = np.zeros(LAYERS, np.uint64)
         numbers = self.memory.check_pages(np.arange(pages))
-        job = self.engine.submit(
-            opcode,
-            extents,
-            numbers,
-            self.memory,
-            priority=PRIORITY_LOAD,
-            ahead=ahead,
-            layer_ns=ready,
-        )
-        return job, ready
+        options = {"priority": PRIORITY_LOAD, "layer_ns": ready, **options}
+        return self.engine.submit(opcode, extents, numbers, self.memory, **options), ready
 
     def load(self, pages: int) -> np.ndarray:
         """Nanoseconds from submission until each layer was ready."""
@@ -271,3 +264,17 @@ def test_stores_begin_with_few_bytes_in_flight(make) -> None:  # type: ignore[no
     reads, writes = rig.engine.windows()[0].window_nbytes
     assert reads >= 32 * COMMAND_NBYTES
     assert COMMAND_NBYTES < writes <= 4 * MiB
+
+
+def test_a_store_that_stops_for_loads_begins_with_one_command(make) -> None:  # type: ignore[no-untyped-def]
+    """The next ones are issued once it has ended, and then the drive is as busy as otherwise."""
+    rig = make()
+    took = {}
+    for held in (True, False):
+        job, ready = rig.submit(4, opcode=OPCODE_WRITE, priority=PRIORITY_STORE, held=held)
+        if held:
+            job.grant(LAYERS, 2**32 - 1, None)
+        assert job.wait_released(20)
+        took[held] = np.diff(ready)  # from one layer, a command, to the next
+    assert took[True][0] >= took[False][0] + 0.9 * LATENCY_NS
+    assert took[True].sum() <= took[False].sum() + 1.1 * LATENCY_NS
