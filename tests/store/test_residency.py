@@ -378,6 +378,28 @@ def test_without_free_memory_a_pool_opens_and_all_goes_by_direct_io(
         assert store.stats()["residency_switches"] == 0
 
 
+def test_an_unexpected_error_ends_the_thread_and_is_told(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(root: Path) -> None:
+        raise RuntimeError("no such counter")
+
+    keys = some_keys(np.random.default_rng(9), PAGES)
+    with open_pool(paths, page_cache_share=1.0) as store:
+        pool = store.allocate_memory(2 * PAGES)
+        contents = fill(pool, range(PAGES), np.random.default_rng(10))
+        assert store.stats()["residency_follows_memory"]
+        plan = store.residency.plan
+        monkeypatch.setattr(residency, "read_stall_us", broken)
+        wait_until(lambda: not store.stats()["residency_follows_memory"])
+        assert caplog.text.count("follows free memory failed") == 1
+        assert "no such counter" in caplog.text
+        assert store.stats()["callback_errors"] == 1
+        assert store.residency.plan == plan
+        assert store.put(keys, np.arange(PAGES)).wait(30).stored == PAGES
+        check_load(store, pool, keys, contents)
+
+
 def test_a_group_in_use_stays_where_it_is(tmp_path: Path) -> None:
     format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
     with open_pool([tmp_path / "pool"]) as store:

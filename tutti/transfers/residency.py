@@ -94,8 +94,8 @@ class Residency(Owned):
 
         root: of the file system that holds proc and sys.  Raises CapacityError without a thread.
         """
-        governor = Governor(share)
-        self._monitor = threading.Thread(target=self._run, args=(governor, root), daemon=True)
+        given = "the thread that follows free memory", self._run, Governor(share), root
+        self._monitor = threading.Thread(target=self._core.guard.call, args=given, daemon=True)
         start_thread(self._monitor, "tutti-residency")
 
     def close(self) -> None:
@@ -105,12 +105,13 @@ class Residency(Owned):
             self._monitor.join(self._core.config.timeout_s)
 
     def stats(self) -> dict[str, float]:
-        """Groups that changed path since the opening, their bytes, the time that took; the plan."""
+        """Changes of path since the opening, the plan, and whether it follows free memory."""
         return {
             "residency_switches": self._switches,
             "residency_moved_nbytes": self._moved_nbytes,
             "residency_moving_ms": 1e3 * self._moving_s,
             "page_cache_planned_nbytes": 0 if self.plan is None else self.plan.planned_nbytes,
+            "residency_follows_memory": self._monitor is not None and self._monitor.is_alive(),
         }
 
     @uninterrupted()
