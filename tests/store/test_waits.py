@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from memory_controller import Faults
+from memory_controller import Faults, MemoryController
 from scheduler.drive import Linear
 from waiting import wait_until
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, some_keys
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
 from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.policy import Limits
+from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue
+from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutTogether
 
 MANY = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
 
@@ -51,6 +55,134 @@ def test_a_short_put_does_not_wait_for_a_long_one_that_stopped(
         controller.release()
         load.wait(10)
         assert all(put.wait(10).stored for put in puts)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every put of four pages can stop, and goes in parts of two."""
+    monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)
+    unit_nbytes = 2 * MANY.slice_nbytes
+    monkeypatch.setattr(transfer_queue, "UNIT_NBYTES", unit_nbytes)
+
+
+def cut_store(schedule: Schedule, **more: Any) -> tuple[ObjectStore, MemoryController]:
+    """A store of puts as in `cut`, and its drive."""
+    controller = controller_of(formatted(geometry=MANY))
+    store = opened([], controller=controller, window_nbytes=1 << 15, schedule=schedule, **more)
+    store._queue._short = 2
+    store.allocate_memory(64)
+    return store, controller
+
+
+LONG = 20  # pages: ten parts
+
+
+@pytest.mark.parametrize("pages", [2, 8])
+def test_a_put_behind_a_long_one_that_stopped_gets_staging(
+    rng: np.random.Generator, cut: None, pages: int
+) -> None:
+    limits = Limits(staged_pages=0, probe_us=1e15)  # a load waits for writes, however long
+    store, controller = cut_store(Schedule(Linear(), limits), timeout_s=2.0)
+    with store, ThreadPoolExecutor(2) as callers:
+        keys = some_keys(rng, 4)
+        store.put(keys, range(4)).wait(10)
+        controller.set_faults(Faults(stall_from=1))
+        state = store.scheduler.state
+        state.both_measured_ns, state.estimates._interference = store.scheduler.now_ns(), 3.0
+        puts = [callers.submit(store.put, some_keys(rng, LONG), np.arange(LONG))]
+        wait_until(lambda: len(state.writes) == 1 and store._writer.active >= OPEN_PARTS_MAX)
+        puts.append(callers.submit(store.put, some_keys(rng, pages), LONG + np.arange(pages)))
+        wait_until(lambda: len(state.writes) == 2)
+        load = store.load(keys, np.arange(40, 44))
+        wait_until(lambda: bool(state.loads) and not state.running_on)
+        controller.set_faults(None)
+        controller.release()
+        load.wait(10)
+        assert [put.result(10).wait(10).stored for put in puts] == [LONG, pages]
+        store._queue.stop(10.0)
+        counters = store.scheduler.counters()
+        assert (counters["written_pages"], counters["ignored"]) == (4 + LONG + pages, 0)
+
+
+def test_parts_of_a_long_put_start_in_their_order_and_few_at_a_time(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: None
+) -> None:
+    store, _ = cut_store(Schedule(Linear()))
+    firsts: list[int] = []
+    with store:
+        start = store._writer.put
+
+        def started(parts: list[PutPart]) -> BaseException | None:
+            firsts.append(int(parts[0].rows[0]))
+            assert len(store._queue._open) <= OPEN_PARTS_MAX
+            return start(parts)
+
+        monkeypatch.setattr(store._writer, "put", started)
+        assert store.put(some_keys(rng, LONG), np.arange(LONG)).wait(10).stored == LONG
+        assert firsts == list(range(0, LONG, 2))
+        assert store._core.wait_quiet(10)
+        assert not store._queue._open
+
+
+def test_a_part_is_one_batch_and_takes_one_block(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: None
+) -> None:
+    monkeypatch.setattr(transfer_queue, "UNIT_NBYTES", 1 << 30)
+    store, _ = cut_store(Schedule(Linear()))
+    with store:
+        monkeypatch.setattr(store._writer, "batch_pages", 8)
+        rows: list[int] = []
+        start = store._writer.put
+
+        def started(parts: list[PutPart]) -> BaseException | None:
+            rows.append(parts[0].rows.size)
+            return start(parts)
+
+        monkeypatch.setattr(store._writer, "put", started)
+        assert store.put(some_keys(rng, 17), np.arange(17)).wait(10).stored == 17
+        assert rows == [8, 7, 2], "none above a batch, and no short rest"
+
+
+def test_parts_that_wait_are_written_when_the_store_closes(
+    rng: np.random.Generator, cut: None
+) -> None:
+    store, controller = cut_store(Schedule(Linear()), timeout_s=20.0)
+    with ThreadPoolExecutor(1) as others:
+        controller.set_faults(Faults(stall_from=1))
+        put = store.put(some_keys(rng, LONG), np.arange(LONG))
+        closed = others.submit(store.close)
+        wait_until(lambda: store._queue._stopping)
+        controller.set_faults(None)
+        controller.release()
+        closed.result(20)
+        assert put.wait(10).stored == LONG
+
+
+def test_of_a_part_that_cannot_be_started_the_waiting_ones_fail_too(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: None
+) -> None:
+    store, controller = cut_store(Schedule(Linear()))
+    with store:
+        start, starts = store._writer.put, itertools.count(1)
+
+        def started(parts: list[PutPart]) -> BaseException | None:
+            if next(starts) <= OPEN_PARTS_MAX:
+                return start(parts)
+            PutTogether(parts).refuse(error := MemoryError("none left"))
+            return error
+
+        monkeypatch.setattr(store._writer, "put", started)
+        controller.set_faults(Faults(stall_from=1))
+        put = store.put(some_keys(rng, LONG), np.arange(LONG))
+        controller.set_faults(None)
+        controller.release()
+        with pytest.raises(TuttiError):
+            put.wait(10)
+        assert put.failed().tolist() == list(range(2 * OPEN_PARTS_MAX, LONG))
+        assert store._core.wait_quiet(10)
+        monkeypatch.setattr(store._writer, "put", start)
+        assert store.put(some_keys(rng, LONG), np.arange(LONG)).wait(10).stored == LONG
+        assert not store._queue._open
 
 
 def test_a_grant_that_fails_ends_no_put_twice(

@@ -86,15 +86,12 @@ class PutRequest(NamedTuple):
         """The same for some rows (m,), ascending."""
         if rows.size == len(self.keys):
             return self
-        return PutRequest(
-            self.keys[rows],
-            self.parents[rows],
-            self.depths[rows],
-            self.pages[rows],
-            self.memory,
-            self.tenant,
-            self.expiry_64s,
-            None if self.digests is None else self.digests[rows],
+        return self._replace(
+            keys=self.keys[rows],
+            parents=self.parents[rows],
+            depths=self.depths[rows],
+            pages=self.pages[rows],
+            digests=None if self.digests is None else self.digests[rows],
         )
 
     def digest_array(self, layers: int) -> U64:
@@ -103,22 +100,21 @@ class PutRequest(NamedTuple):
             np.empty((len(self.keys), layers), np.uint64) if self.digests is None else self.digests
         )
 
-    @classmethod
-    def merge(cls, requests: Sequence[PutRequest]) -> PutRequest:
+    @staticmethod
+    def merge(requests: Sequence[PutRequest]) -> PutRequest:
         """Requests of one kind (see PutPart.kind), one after another."""
         digests = [request.digests for request in requests if request.digests is not None]
-        return cls(
-            np.concatenate([request.keys for request in requests]),
-            np.concatenate([request.parents for request in requests]),
-            np.concatenate([request.depths for request in requests]),
-            np.concatenate([request.pages for request in requests]),
-            requests[0].memory,
-            requests[0].tenant,
-            requests[0].expiry_64s,
-            np.concatenate(digests) if digests else None,
+        return requests[0]._replace(
+            keys=np.concatenate([request.keys for request in requests]),
+            parents=np.concatenate([request.parents for request in requests]),
+            depths=np.concatenate([request.depths for request in requests]),
+            pages=np.concatenate([request.pages for request in requests]),
+            digests=np.concatenate(digests) if digests else None,
         )
 
 
+#: Of all puts of a pool: a part that has stopped keeps its staging.
+OPEN_PARTS_MAX = 4
 _NEVER = 2**32 - 1
 NO_ROWS: Rows = np.zeros(0, np.int64)
 
@@ -144,9 +140,11 @@ class PutGrant:
     def set(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
         """See Job.grant."""
         with self._lock:
-            self._grant = layers, report_at, on_ready
+            if on_ready is None and self._grant == (layers, report_at, None):
+                return
             for job in self._jobs:
                 job.grant(layers, report_at, on_ready)
+            self._grant = layers, report_at, on_ready
 
     @property
     def layers_ready(self) -> int:
@@ -179,12 +177,17 @@ class PutPart(NamedTuple):
 class OpenParts:
     """Parts of one put, each a job that is granted layer by layer.  The caller locks.
 
-    layers: of a page.
+    layers: of a page.  every: the open parts of all puts.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
+    def __init__(self, layers: int, every: set[PutGrant]) -> None:
+        self._layers, self._every = layers, every
         self._open: dict[PutGrant, int] = {}  # to rows of their parts, from the first on
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be open."""
+        return len(self._every) < OPEN_PARTS_MAX
 
     @property
     def done(self) -> int:
@@ -195,11 +198,13 @@ class OpenParts:
         """The grant of a part that begins at this row of the put."""
         grant = PutGrant(first)
         self._open[grant] = rows
+        self._every.add(grant)
         return grant
 
     def remove(self, grant: PutGrant) -> None:
         """A part is over."""
         self._open.pop(grant, None)
+        self._every.discard(grant)
 
     def grant(self, end: int, progressed: Callable[[int], None]) -> None:
         """Rows before ``end`` may be written, and no others.  What is granted whole reports its end
@@ -289,12 +294,8 @@ class PutTogether:
         self.grant = parts[0].grant if len(parts) == 1 else None
         self._left = 1  # the submission itself, then batches
         self._lock = threading.Lock()
-        first = parts[0]
-        self.request = (
-            first.request.take(first.rows)
-            if len(parts) == 1
-            else PutRequest.merge([part.request.take(part.rows) for part in parts])
-        )
+        requests = [part.request.take(part.rows) for part in parts]
+        self.request = requests[0] if len(parts) == 1 else PutRequest.merge(requests)
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -68,6 +67,7 @@ class TransferQueue(Owned):
         self._lock = threading.Lock()  # the core's, where both are held, was taken before
         self._turn = threading.Condition(self._lock)  # of loads into GPU memory
         self._puts: dict[str, QueuedPut] = {}
+        self._open: set[PutGrant] = set()  # parts of all puts that stop
         self._loads: dict[str, QueuedLoad] = {}
         self._alone: tuple[str, LoadProgress | None] = ("", None)  # the last, until it was reported
         self._stopping = self._closed = False
@@ -110,7 +110,8 @@ class TransferQueue(Owned):
                         # What is there costs the device nothing: no reason to wait.
                         put.name = f"{self._prefix}{next(self._numbers)}"
                         now = put.take(now, absent)
-                        put.open = OpenParts(core.layers) if self._can_stop(put) else None
+                        if self._can_stop(put):
+                            put.open = OpenParts(core.layers, self._open)
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
         if put.name and dispatcher is not None:
@@ -129,13 +130,12 @@ class TransferQueue(Owned):
         with self._lock:  # a close at the same time must not release it first
             if put.is_free:
                 return
-            if dispatcher.alone(known, over):
-                parts = self._launch(put, put.rows.size)
-            else:
+            if not dispatcher.alone(known, over):
                 dispatcher.add(known)
-        if parts:  # nothing is under way that it could go behind, or together with
-            for part in parts:
-                self._start([part])
+            elif len(parts := self._launch(put, put.rows.size)) > 1:
+                self._parts += parts  # in their order, also if another follows meanwhile
+        if len(parts) == 1:  # nothing is under way that it could go behind, or together with
+            self._start(parts)
             return
         self._here.puts = True
         try:
@@ -216,10 +216,8 @@ class TransferQueue(Owned):
     def _over(self) -> int:
         """Loads that have ended, as their callers know, and whose end was not added yet."""
         progress = self._alone[1]
-        if progress is None:
-            return 0
         with suppress(TuttiError):  # a lost context of a GPU, which the load's caller is told
-            return int(progress.is_done())
+            return int(progress is not None and progress.is_done())
         return 0
 
     def _release_load(self, load: QueuedLoad) -> None:
@@ -244,7 +242,7 @@ class TransferQueue(Owned):
         for put in puts:
             rows = self._give_up(put)
             if rows.size and dispatcher is not None:
-                self._parts.append(self._part(put, rows, paced=False))
+                self._parts.append(self._part(put, rows))
                 dispatcher.post(WriteGone(dispatcher.now_ns(), put.name, withdrawn=True))
         for load in loads:
             self._release_load(load)
@@ -278,9 +276,7 @@ class TransferQueue(Owned):
     def _grant(self, load: QueuedLoad, progress: LoadProgress) -> None:
         """Of a load that is granted whole the end alone is reported."""
         with self._lock:  # or another thread's later grant would be followed by this one
-            told_at = _NEVER
-            if load.granted < load.layers:
-                told_at = report_at(load.ready, load.granted)
+            told_at = report_at(load.ready, load.granted) if load.granted < load.layers else _NEVER
             progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
 
     def _arrived(self, load: QueuedLoad, progress: LoadProgress) -> None:
@@ -310,7 +306,7 @@ class TransferQueue(Owned):
             put, dispatcher = self._puts.get(name), self.dispatcher
             if put is None or put.open is None or put.is_free or dispatcher is None:
                 return
-            end = put.open.stop(put.granted)
+            end = put.open.stop(min(put.granted, put.launched))
             self._report(put)
             put.granted = max(end, put.written)
             dispatcher.add(WriteStopped(dispatcher.now_ns(), name, put.granted))
@@ -335,28 +331,28 @@ class TransferQueue(Owned):
             self._end_rows(put, 0)
         if not rows.size:
             return None
-        part = self._part(put, rows, paced=False)
+        part = self._part(put, rows)
         if rows.size < self._short and not put.name and self._writer.active:
             self._hold(part)
             self._start_parts(0)
             return None
         return self._writer.put([part])
 
-    def _part(
-        self, put: QueuedPut, rows: Rows, *, paced: bool, grant: PutGrant | None = None
-    ) -> PutPart:
-        ended: Callable[[PutPart, BaseException | None], None] = partial(self._ended, put, paced)
-        return PutPart(put.request, rows, put.progress, ended, grant)
+    def _part(self, put: QueuedPut, rows: Rows) -> PutPart:
+        """Of rows that wait for no decision."""
+        return PutPart(put.request, rows, put.progress, lambda *_: self._end_rows(put, rows.size))
 
     def _launch(self, put: QueuedPut, end: int) -> list[PutPart]:
-        """Grants rows up to ``end``, and makes parts of those that have none.  Lock held."""
+        """Grants rows up to ``end``, and makes parts of those that have none, as far as more may be
+        open; the others' turn comes as these end.  Lock held.
+        """
         parts, put.granted = [], end
-        while put.launched < end:  # bounded: each turn launches a row at least
+        while put.launched < end and (put.open is None or put.open.has_room):  # a row each turn
             rows = end - put.launched if put.open is None else self._part_rows(put)
             first, put.launched = put.launched, put.launched + rows
             grant = None if put.open is None else put.open.add(first, rows)
-            taken = put.rows[first : put.launched]
-            parts.append(self._part(put, taken, paced=True, grant=grant))
+            taken, ended = put.rows[first : put.launched], partial(self._ended, put)
+            parts.append(PutPart(put.request, taken, put.progress, ended, grant))
         if put.open is not None:
             put.open.grant(end, partial(self._progressed, put))
         return parts
@@ -368,11 +364,12 @@ class TransferQueue(Owned):
         return is_long and put.request.memory.path is None
 
     def _part_rows(self, put: QueuedPut) -> int:
-        """Of the next part: what the writer takes as one, UNIT_NBYTES a layer, no short rest."""
-        left, core = put.rows.size - put.launched, self._core
-        most = max(self._short, UNIT_NBYTES * core.layers // core.object_nbytes)
-        most = min(most, self._writer.batch_pages)
-        return left if left < most + self._short else most
+        """Of the next part: one batch of the writer, UNIT_NBYTES a layer, no short rest."""
+        left, core, batch = put.rows.size - put.launched, self._core, self._writer.batch_pages
+        most = min(batch, max(self._short, UNIT_NBYTES * core.layers // core.object_nbytes))
+        if left < most + self._short:
+            return left if left <= batch else max(1, left - self._short)
+        return most
 
     def _progressed(self, put: QueuedPut, end: int) -> None:
         dispatcher = self.dispatcher
@@ -455,24 +452,24 @@ class TransferQueue(Owned):
                 put.open.grant(put.granted, partial(self._progressed, put))
         return waiting
 
-    def _ended(
-        self, put: QueuedPut, paced: bool, part: PutPart, error: BaseException | None
-    ) -> None:
+    def _ended(self, put: QueuedPut, part: PutPart, error: BaseException | None) -> None:
         """Rows have their outcome.  What waits behind those that could not be started fails too."""
         rows, dispatcher = part.rows.size, self.dispatcher
-        if not paced or dispatcher is None:
-            self._end_rows(put, rows)
-            return
+        assert dispatcher is not None, "it decided on them"
         if error is not None:
             behind = self._give_up(put)
             put.progress.refuse(behind, error)
             rows += behind.size
             dispatcher.add(WriteGone(dispatcher.now_ns(), put.name))
-        else:
-            lost, there = put.lost_and_there(part.rows)
-            with self._lock:
-                if put.open is not None and part.grant is not None:
-                    put.open.remove(part.grant)
+        lost, there = put.lost_and_there(part.rows)
+        with self._lock:
+            if put.open is not None and part.grant is not None:
+                put.open.remove(part.grant)
+                for other in self._puts.values():
+                    if other.launched < other.granted:  # it waited for that
+                        self._parts += self._launch(other, other.granted)
+                        self._wake.release()
+            if error is None:
                 put.ended += rows
                 self._report(put, lost, there)
         self._end_rows(put, rows)

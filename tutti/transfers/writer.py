@@ -35,14 +35,15 @@ from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS_MIN, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_limits import Grant
-from tutti.transfers.put_request import PutPart, PutRequest, PutTogether
+from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutRequest, PutTogether
 from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
-_BLOCKS = 6
+#: Two are left for other puts while all open parts stand still.
+_BLOCKS = OPEN_PARTS_MAX + 2
 _NO_BLOCK = -1
 _NOWHERE = PagedMemory(np.zeros((1, 1), np.uint64), (0,), (0,), 0)
 
