@@ -254,3 +254,27 @@ def test_victims_are_not_looked_for_again_while_all_is_pinned(
         for _ in range(10):
             assert store.put(some_keys(rng, 2), range(2)).wait(5).dropped
         assert looks[0] <= 2
+
+
+def test_blocks_of_expired_objects_whose_records_took_long_are_given_back(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.transfers.expiry._INTERVAL_S", 0.02)
+    controller = controller_of(formatted(geometry=MANY))
+    with opened([], controller=controller) as store:
+        store.allocate_memory(MANY.group_slots)
+        keys = some_keys(rng, MANY.group_slots)
+        store.put(keys, range(len(keys))).wait(10)
+        expiry = store.catalogue.expiry
+        sweep, found = expiry.sweep, []
+        monkeypatch.setattr(expiry, "sweep", lambda: found.append(sweep()) or found[-1])
+        store.catalogue.expire(keys, 60.0)
+        controller.set_faults(Faults(stall_from=1))
+        with store._core.lock:
+            store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
+        wait_until(lambda: len(found) > 2 and found[-2].size + found[-1].size == 0)
+        assert store._reclaimer.busy
+        controller.set_faults(None)
+        controller.release()
+        wait_until(lambda: store.stats()["deallocated_nbytes"] > 0)
+        assert len(store) == 0

@@ -9,6 +9,7 @@ import numpy as np
 from tutti.base.arrays import Slots
 from tutti.base.process import Owned
 from tutti.base.threads import start_thread
+from tutti.placement.index import SlotState
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer, deallocate_empty
 
@@ -28,7 +29,8 @@ class Expiry(Owned):
         """Starts the thread if there is something that expires.  Raises CapacityError."""
         with self._core.lock:
             if something and self._thread is None:
-                thread = threading.Thread(target=self._run, daemon=True)
+                given = "the thread that removes what expired", self._run
+                thread = threading.Thread(target=self._core.guard.call, args=given, daemon=True)
                 start_thread(thread, "tutti-expiry")
                 self._thread = thread
 
@@ -55,8 +57,10 @@ class Expiry(Owned):
             return slots
 
     def _run(self) -> None:
-        gone = np.zeros(0, np.int64)
+        core, gone = self._core, np.zeros(0, np.int64)
         while not self._stopping.wait(_INTERVAL_S):
-            # Those of the sweep before: their records are void by now.
-            deallocate_empty(self._core, self._reclaimer, gone)
-            gone = self.sweep()
+            # Those of the sweep before: the records of most are void by now.
+            with core.lock:
+                late = gone[core.index.state[gone] == SlotState.VOIDING]
+            deallocate_empty(core, self._reclaimer, gone)
+            gone = np.concatenate([late, self.sweep()])
