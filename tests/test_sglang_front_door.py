@@ -84,6 +84,29 @@ def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
         parse_options({**NEEDED, **wrong}, HICACHE)
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "says"),
+    [
+        ("/pools", ["page_cache_share=1.5"], "page_cache_share is 1.5; give a number from 0 to 1"),
+        ("/pools", ["service_threads=65"], "service_threads is 65; give an integer from 1 to 64"),
+        ("/pools", ["scheduler_trace=/t", "profile=off"], "leave one of the two out"),
+        ("unix:/s", ["verify=off"], "verify: the agent at unix:/s has settings of its own"),
+        ("unix:", [], "option 'path' is 'unix:', of 0 bytes; a socket's path has"),
+        ("/pools", ["pin_share=-1"], "pin_share"),
+        ("/pools", ["max_load_tokens=5"], "max_load_tokens"),
+        (f"unix:/{107 * 's'}", [], "of 108 bytes; a socket's path has 1 to 107: choose another"),
+    ],
+)
+@pytest.mark.parametrize("mode", [HICACHE, LINKER])
+def test_the_command_refuses_what_a_server_refuses(
+    mode: str, path: str, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for option in options for word in ("--option", option)]
+    command = ["sglang", "command", "--model", "m", "--capacity", "1GiB", "--mode", mode]
+    assert main([*command, "--path", path, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_options_of_the_other_mode_are_unknown() -> None:
     with pytest.raises(ConfigError, match="hugepages"):
         parse_options({**NEEDED, "hugepages": "off"}, LINKER)

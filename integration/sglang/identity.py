@@ -21,18 +21,17 @@ import xxhash
 
 from tutti import __version__
 from tutti.errors import ConfigError, TuttiError
-from tutti.integration.sglang.options import LINKER_OPTIONS, OPTIONS
+from tutti.integration.sglang.options import is_agents, store_config
 from tutti.integration.sglang.rank_members import share
 from tutti.integration.sglang.scheduler_trace import traced
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
-from tutti.node.connect import AGENT, connect, speeds_of
+from tutti.node.connect import connect, speeds_of
 from tutti.pool.places import SUFFIX, exists, is_device
 from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
-from tutti.transfers.store_config import StoreConfig
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -232,17 +231,9 @@ def _snapshot(repository: str, revision: str | None) -> str:
     return next((Path(file).parent.name for file in found if isinstance(file, str)), "")
 
 
-#: For the options that HiCache does not have.
-_DEFAULTS = StoreConfig()
-
-
 def uses_agent(options: Mapping[str, Any]) -> bool:
-    """Whether the pools are an agent's.  Raises ConfigError for its socket among other places."""
-    paths = options["path"]
-    sockets = [path for path in paths if path.startswith(AGENT)]
-    if sockets and len(paths) > 1:
-        raise ConfigError(f"{sockets[0]} is an agent's socket; give it alone, as the only path")
-    return bool(sockets)
+    """Whether the pools are an agent's."""
+    return is_agents(options["path"])
 
 
 def open_store(
@@ -282,7 +273,6 @@ def _open(
     if uses_agent(options):
         # One pool for all ranks and replicas whose KV is the same.
         where = options["path"][0]
-        _refuse_pools_own(options)
         capacity //= layout.world
         if schedule is None and options["scheduler_trace"]:
             schedule = traced(options, speeds_of(where), layout, f"{pool}-{parallel_rank.name}")
@@ -296,17 +286,6 @@ def _open(
         schedule = traced(options, members, layout, f"{pool}-{parallel_rank.name}")
     store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
     return store, ", ".join(members)
-
-
-def _refuse_pools_own(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for settings of a pool, which an agent's pool has from the agent."""
-    own = [option for option in (*OPTIONS, *LINKER_OPTIONS) if option.is_pools_own]
-    given = [o.name for o in own if options.get(o.name, o.default) != o.default]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: the agent at {options['path'][0]} has settings of its own for its"
-            " pools; leave this out, and see `tutti serve --help` for what can be set there"
-        )
 
 
 def facts_of(store: Store, path: str) -> dict[str, str]:
@@ -339,20 +318,7 @@ def _open_members(
     if lost and options["degraded"]:
         _log.warning("Tutti: without %s: what is stored there misses", ", ".join(lost))
         members = there
-    config = StoreConfig(
-        verify=options["verify"],
-        durability=options["durability"],
-        eviction=options["eviction"],
-        write_budget=options["write_budget"],
-        timeout_s=options["timeout_s"],
-        pin_lookups=options.get("pin_lookups", _DEFAULTS.pin_lookups),
-        pin_share=min(1.0, options.get("pin_share", _DEFAULTS.pin_share)),
-        schedule=schedule,
-        page_cache_share=options["page_cache_share"],
-        residency=options["residency"],
-        service_threads=options["service_threads"],
-        degraded=bool(options["degraded"]),
-    )
+    config = store_config(options, schedule)
     profile, executor = options["profile"] if schedule is None else AUTO, options["executor"]
     return open_pool(members, layout, capacity, executor=executor, config=config, profile=profile)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.options import HICACHE, LINKER, Option, parse_options
+from tutti.integration.sglang.options import HICACHE, LINKER, Option, check_limits, parse_options
 
 #: Versions of SGLang that the adapters were made for.
 VERSIONS = ("0.5.23",)
@@ -58,6 +58,7 @@ def server_arguments(
     arguments = ["--model-path", model, "--page-size", str(page_size)]
     arguments += ["--enable-metrics", "--enable-cache-report"]
     config = json.dumps(extra_config(mode, options, own))
+    check_limits(options, page_size)
     if mode == HICACHE:
         return [
             *arguments,

@@ -38,7 +38,7 @@ from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE
-from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, parse_options
+from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, check_limits, parse_options
 from tutti.integration.sglang.page_keys import page_keys
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.server_log import ErrorLog
@@ -73,7 +73,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)
-        _check_limits(options, group.page_size)
+        check_limits(options, group.page_size)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
         self._model = served_model()
         self._rank = adapter.parallel_rank_of(params, self._model, replicated=group.replicated)
@@ -357,7 +357,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         options = self._options
         if config is not None:
             options = parse_options(config, LINKER, LINKER_OPTIONS)
-            _check_limits(options, self._group.page_size)
+            check_limits(options, self._group.page_size)
         if self._closed:
             self._open(options)
         elif options != self._options:
@@ -489,12 +489,3 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         else:
             self.reads.success()
         return True
-
-
-def _check_limits(options: Mapping[str, Any], page_size: int) -> None:
-    """Raises ConfigError for a limit of less than a page, with which nothing would be loaded."""
-    if 0 < options["max_load_tokens"] < page_size:
-        raise ConfigError(
-            f"option 'max_load_tokens' is {options['max_load_tokens']}, and a page has {page_size} "
-            "tokens; give at least as many, or 0 for no limit"
-        )

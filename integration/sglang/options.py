@@ -1,21 +1,24 @@
 """The options that SGLang's extra config may hold for Tutti: one table, and its only reader.
 
 An option that is not in the table is an error, so that a misspelt one is never silently ignored.
+The server and `tutti sglang command` refuse the same ones, as both read them here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from tutti.base.checks import text
+from tutti.base.checks import socket_path, text
 from tutti.base.units import MiB, parse_nbytes
 from tutti.errors import ConfigError
-from tutti.placement.eviction import POLICIES
-from tutti.transfers.store_config import DURABILITY, RESIDENCY, VERIFY
+from tutti.node.connect import AGENT
+from tutti.profiles.at_open import is_off
+from tutti.scheduler.dispatcher import Schedule
+from tutti.transfers.store_config import StoreConfig
 
 HICACHE, LINKER = "hicache", "linker"
 BOTH = (HICACHE, LINKER)
@@ -28,7 +31,7 @@ class Option:
     kind: "str", "size", "int", "float", "bool", or "paths", a string or a list of them.
 
     choices: the values that are allowed.  minimum: the smallest number that is allowed.
-    required: has no default.  is_pools_own: refused with an agent, whose pools have its settings.
+    required: has no default.
     """
 
     name: str
@@ -39,7 +42,6 @@ class Option:
     choices: Sequence[str] = ()
     minimum: float | None = None
     required: bool = False
-    is_pools_own: bool = False
 
 
 HUGEPAGES = ("advise", "collapse", "off")
@@ -73,23 +75,13 @@ OPTIONS: tuple[Option, ...] = (
         "bool",
         False,
         "open a pool although some of its members are missing; objects on them are misses",
-        is_pools_own=True,
     ),
-    Option(
-        "verify",
-        "str",
-        "always",
-        "which loads are verified by their digests",
-        choices=VERIFY,
-        is_pools_own=True,
-    ),
+    Option("verify", "str", "always", "which loads are verified by their digests"),
     Option(
         "durability",
         "str",
         "process",
         "stored pages survive a crash of the process, or also a power loss (flush)",
-        choices=DURABILITY,
-        is_pools_own=True,
     ),
     Option(
         "eviction",
@@ -97,15 +89,12 @@ OPTIONS: tuple[Option, ...] = (
         "mq",
         "which objects are evicted when a pool is full: lru: the least recently used; mq: the "
         "same, but objects that were loaded often stay longer (multi-queue)",
-        choices=tuple(POLICIES),
-        is_pools_own=True,
     ),
     Option(
         "write_budget",
         "size",
         None,
         "limit on bytes written to each pool of each rank per day; pages beyond it are not stored",
-        is_pools_own=True,
     ),
     Option(
         "page_cache_share",
@@ -113,16 +102,12 @@ OPTIONS: tuple[Option, ...] = (
         0.0,
         "share of free memory that the page cache may use for each pool of each "
         "rank (0: direct I/O only)",
-        minimum=0,
-        is_pools_own=True,
     ),
     Option(
         "residency",
         "str",
         "dynamic",
         "dynamic: page_cache_share follows the free memory; static: it is applied once",
-        choices=RESIDENCY,
-        is_pools_own=True,
     ),
     Option(
         "executor",
@@ -131,9 +116,7 @@ OPTIONS: tuple[Option, ...] = (
         "how files are read and written",
         choices=("auto", "uring", "threads"),
     ),
-    Option(
-        "timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001, is_pools_own=True
-    ),
+    Option("timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001),
     Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
     Option(
         "weights",
@@ -172,8 +155,6 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         None,
         "native threads that serve the files of a pool; default: one for each drive",
-        minimum=1,
-        is_pools_own=True,
     ),
     Option(
         "second_touch",
@@ -226,7 +207,7 @@ def parse_options(
 ) -> dict[str, Any]:
     """Every option of the mode with its value, checked; sizes in bytes.
 
-    Raises ConfigError for options that are unknown, missing, or of the wrong type.
+    Raises ConfigError for options that are unknown, missing, of the wrong type, or contradictory.
     """
     config = dict(config or {})
     table = {option.name: option for option in option_table(mode, own)}
@@ -244,7 +225,48 @@ def parse_options(
             values[name] = option.default
         else:
             values[name] = _checked(option, value)
+    store_config(values)
+    if values["scheduler_trace"] and is_off(values["profile"]):
+        raise ConfigError(
+            "scheduler_trace: nothing is scheduled with profile off; leave one of the two out"
+        )
+    given = [name for name in table if name in _OF_A_POOL and values[name] != table[name].default]
+    if is_agents(values["path"]) and given:
+        raise ConfigError(
+            f"{', '.join(given)}: the agent at {values['path'][0]} has settings of its own for its"
+            " pools; leave this out, and see `tutti serve --help` for what can be set there"
+        )
     return values
+
+
+def check_limits(options: Mapping[str, Any], page_size: int) -> None:
+    """Raises ConfigError for a limit of less than a page, with which nothing would be loaded."""
+    if 0 < options.get("max_load_tokens", 0) < page_size:
+        raise ConfigError(
+            f"option 'max_load_tokens' is {options['max_load_tokens']}, and a page has {page_size} "
+            "tokens; give at least as many, or 0 for no limit"
+        )
+
+
+def is_agents(paths: Sequence[str]) -> bool:
+    """Whether the pools are an agent's.  Raises ConfigError for its socket among other places."""
+    sockets = [path for path in paths if path.startswith(AGENT)]
+    for path in sockets:
+        socket_path("option 'path'", path)
+    if sockets and len(paths) > 1:
+        raise ConfigError(f"{sockets[0]} is an agent's socket; give it alone, as the only path")
+    return bool(sockets)
+
+
+#: Options that an agent's pools have from the agent.
+_OF_A_POOL = frozenset(field.name for field in fields(StoreConfig))
+
+
+def store_config(options: Mapping[str, Any], schedule: Schedule | None = None) -> StoreConfig:
+    """The settings of a pool of these options.  Raises ConfigError."""
+    settings = {name: options[name] for name in options if name in _OF_A_POOL}
+    settings["pin_share"] = min(1.0, settings.get("pin_share", 1.0))
+    return StoreConfig(**settings, schedule=schedule)
 
 
 def _checked(option: Option, value: Any) -> Any:
@@ -319,6 +341,8 @@ _PLAIN = tuple(
             "node's memory",
             None,
         ),
+        ("pin_lookups", "int", 256, "later look-ups that do not evict a found page", None),
+        ("pin_share", "float", 0.5, "share of the pool that such pages may be", None),
         ("load_timeout_s", "float", 60.0, "deadline of a batch's load", 0.001),
         ("breaker_failures", "int", 3, "consecutive failures after which the SSD is not used", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
@@ -334,24 +358,6 @@ _PLAIN = tuple(
 
 LINKER_OPTIONS: tuple[Option, ...] = (
     *_PLAIN,
-    Option(
-        "pin_lookups",
-        "int",
-        256,
-        "later look-ups during which a found page is not evicted",
-        modes=(LINKER,),
-        minimum=1,
-        is_pools_own=True,
-    ),
-    Option(
-        "pin_share",
-        "float",
-        0.5,
-        "most of the pool that is kept from eviction in this way",
-        modes=(LINKER,),
-        minimum=0,
-        is_pools_own=True,
-    ),
     Option(
         "gpu_mover",
         "str",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
 from tutti.profiles.at_open import Speeds, find_schedule
 from tutti.scheduler.dispatcher import Schedule
@@ -22,12 +21,9 @@ def record_of(options: Mapping[str, Any], name: str, schedule: Schedule | None) 
     Raises ConfigError where that is not possible.
     """
     folder = options["scheduler_trace"]
-    if not folder:
+    if not folder or schedule is None:
         return schedule
-    if schedule is None or not isinstance(schedule.profile, TableProfile):
-        raise ConfigError(
-            "scheduler_trace: nothing is scheduled with profile off; leave one of the two out"
-        )
+    assert isinstance(schedule.profile, TableProfile), "as the option profile gives"
     file = TraceFile(Path(folder) / f"{name}.trace", schedule.limits, schedule.profile)
     return replace(schedule, record=file)
 

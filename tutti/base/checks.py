@@ -24,6 +24,7 @@ Rule = Callable[[str, Any], object]
 
 #: The longest wait: a day.
 SECONDS_MAX = 86_400.0
+_SOCKET_NBYTES_MAX = 107  # sun_path without its final zero, unix(7)
 
 
 def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -86,6 +87,15 @@ def path_text(name: str, value: Any) -> None:
     text(name, value)
     if "\0" in value:
         raise ConfigError(f"{name} is {value!r}; give one without zero bytes")
+
+
+def socket_path(name: str, value: Any) -> None:
+    """Raises ConfigError for what no Unix socket can have as its path, with or without "unix:"."""
+    path_text(name, value)
+    nbytes = len(value.removeprefix("unix:").encode())
+    if not 0 < nbytes <= _SOCKET_NBYTES_MAX:
+        limit = f"a socket's path has 1 to {_SOCKET_NBYTES_MAX}"
+        raise ConfigError(f"{name} is {value!r}, of {nbytes} bytes; {limit}: choose another")
 
 
 def pin_name(name: str, value: Any) -> None:
