@@ -65,7 +65,7 @@ def running(folder: Path, **options: object) -> Iterator[RunningAgent]:
         agent.stop()
 
 
-def start_process(path: Path, folder: Path | None, *options: str) -> subprocess.Popen[str]:
+def start_process(path: Path | str, folder: Path | None, *options: str) -> subprocess.Popen[str]:
     """`tutti serve` as a user starts it; returns once it listens.  Without a folder: of paths."""
     pools = () if folder is None else ("--folder", str(folder), "--capacity", "1GiB")
     process = subprocess.Popen(

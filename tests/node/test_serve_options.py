@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from node.agents import LAYOUT, LOOKUP_S, WAIT_S, start_process
 
 import tutti
 from store.pools import some_keys
+from tutti.cli import main
 from tutti.commands import serve
 from tutti.commands.settings import configure
 from tutti.errors import CapacityError, ConfigError
@@ -85,11 +87,46 @@ def test_values_out_of_range_are_refused(words: tuple[str, str], says: str) -> N
         config_of(*words)
 
 
-def test_the_socket_may_be_given_as_clients_give_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parser().parse_args(["--socket", "unix:/run/s"]).socket == "/run/s"
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--socket", "unix:"])
-    assert "the path is empty" in capsys.readouterr().err
+def test_the_socket_may_be_given_as_clients_give_it(tmp_path: Path) -> None:
+    end(start_process(f"unix:{tmp_path}/s", tmp_path))
+
+
+def test_a_folder_has_one_agent_that_can_write_there(tmp_path: Path) -> None:
+    folder = tmp_path / "pools"
+    folder.mkdir()
+    process = start_process(tmp_path / "s", folder)
+    try:
+        with pytest.raises(AssertionError, match=rf"pools is in use by process {process.pid};"):
+            start_process(tmp_path / "other", folder)
+    finally:
+        end(process)
+    end(start_process(tmp_path / "other", folder))
+
+
+def test_a_folder_in_which_nothing_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pools").mkdir(0o555)
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    words = ["--folder", str(tmp_path / "pools"), "--socket", str(tmp_path / "s")]
+    assert main(["serve", *words]) == 3
+    assert "pools; change its permissions, or remount it writable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("unix:", "is 'unix:', of 0 bytes"), (f"/{107 * 's'}", "a socket's path has 1 to 107")],
+)
+def test_a_path_that_no_socket_can_have(
+    path: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = f"unix:{path.removeprefix('unix:')}"
+    for words in (["serve", "--folder", str(tmp_path), "--socket", path], ["stat", agent]):
+        assert main(words) == 2
+        assert says in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=says):
+        tutti.connect(path)
 
 
 def test_a_flag_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
+from tutti.base.checks import socket_path
 from tutti.base.terminal import facts
 from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
@@ -45,13 +46,6 @@ class _PoolOption(NamedTuple):
     choices: Sequence[str] | None
     read: Callable[[str], Any]
     meaning: str
-
-
-def _socket(text: str) -> str:
-    """An argparse type: a path, also as clients give it."""
-    if not (path := text.removeprefix(AGENT)):
-        raise argparse.ArgumentTypeError("the path is empty")
-    return path
 
 
 def _yes_or_no(text: str) -> bool:
@@ -112,7 +106,6 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--socket",
-        type=_socket,
         required=True,
         metavar="PATH",
         help="Unix socket to listen on (mode 0600)",
@@ -163,6 +156,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> CommandResult:
     """Serves until a signal."""
+    socket_path("--socket", args.socket)
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(
@@ -173,7 +167,8 @@ def run(args: argparse.Namespace) -> CommandResult:
         executor=args.executor,
         remote=_remote(args.remote),
     )
-    agent = Agent(AgentConfig(args.socket, group=_group(args.group)), pools)
+    path = args.socket.removeprefix(AGENT)
+    agent = Agent(AgentConfig(path, group=_group(args.group)), pools)
     _raise_files_limit()
     try:
         with contextlib.ExitStack() as stack:
@@ -183,7 +178,7 @@ def run(args: argparse.Namespace) -> CommandResult:
                 collectors = (StoreCollector(pools.stores), AgentCollector(agent))
                 stack.enter_context(published(args.metrics, *collectors))
             pools.open_given()
-            _serve(agent, args.socket)
+            _serve(agent, path)
     finally:
         pools.close()
     result = dict(vars(agent.counters))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from tutti.errors import (
     DeviceTimeout,
     PoolMismatch,
     PoolNotFound,
+    PoolReadOnly,
     TuttiError,
 )
+from tutti.gio_uring.file_member import lock_file
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
 from tutti.pool.pool_format import Paths
@@ -63,6 +66,7 @@ class AgentPools:
         #: Of what follows, and told when an opening has ended; never held while a pool opens.
         self._changed = threading.Condition()
         self._closed = False
+        self._claimed: int | None = None
         self._opening: dict[str, int] = {}  # pools, and the bytes that each is made with
         self.services: dict[str, PoolService] = {}
 
@@ -78,9 +82,20 @@ class AgentPools:
         """
         if self._paths:
             self.open("", 0)
-        elif self._folder is not None and not self._folder.is_dir():
-            raise PoolNotFound(f"{self._folder} is not a folder; make it first")
+        elif self._folder is not None:
+            self._claim(self._folder)
         _ = self.speeds
+
+    def _claim(self, folder: Path) -> None:
+        """Keeps the folder from other agents, until ``close``."""
+        if not folder.is_dir():
+            raise PoolNotFound(f"{folder} is not a folder; make it first")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PoolReadOnly(
+                f"cannot make pools in {folder}; change its permissions, or remount it writable"
+            )
+        self._claimed = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        lock_file(self._claimed, str(folder))
 
     def open(self, layout_json: str, capacity: int, name: str = "") -> PoolService:
         """The pool of a layout (as JSON), opened, or made with a capacity in bytes.
@@ -205,5 +220,8 @@ class AgentPools:
                 service.close()
             except TuttiError as error:
                 errors.append(error)
+        if self._claimed is not None:
+            os.close(self._claimed)
+            self._claimed = None
         if errors:
             raise errors[0]

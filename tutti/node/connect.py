@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tutti.base.checks import instance, one_of, optional, path_text, seconds, takes, text
+from tutti.base.checks import instance, one_of, optional, seconds, socket_path, takes, text
 from tutti.gio_uring.controller_file import EXECUTORS
 from tutti.medium.layout import KVLayout
 from tutti.profiles.at_open import AUTO, ProfileChoice, Speeds, check_choice
@@ -18,7 +18,7 @@ AGENT = "unix:"
 
 
 @takes(
-    path=path_text,
+    path=socket_path,
     layout=optional(instance(KVLayout)),
     pool=text,
     lookup_timeout_s=seconds,
@@ -60,7 +60,7 @@ def connect(
     )
 
 
-@takes(path=path_text, timeout_s=seconds)
+@takes(path=socket_path, timeout_s=seconds)
 def pools(path: str, *, timeout_s: float = 30.0) -> list[str]:
     """Names of the agent's pools, open or not.  Raises AgentLost, AgentRefused, Unsupported."""
     from tutti.node.connection import ask
@@ -69,6 +69,7 @@ def pools(path: str, *, timeout_s: float = 30.0) -> list[str]:
     return list(ask(path.removeprefix(AGENT), Pools(), timeout_s))
 
 
+@takes(path=socket_path)
 def speeds_of(path: str) -> Speeds:
     """Speeds of the agent's media.  Raises AgentLost, AgentRefused, Unsupported."""
     from tutti.node import connection

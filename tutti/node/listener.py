@@ -77,8 +77,7 @@ def listen(path: str, group: int | None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {path}: {error.strerror}; choose a path of at most 107 bytes in a"
-            " folder that this user can write to"
+            f"cannot listen on {path}: {error.strerror}; choose one that this user can write"
         ) from error
     finally:
         os.umask(before)
