@@ -115,6 +115,7 @@ _CONFIGURED = ("serve", "sglang command", "sglang doctor")
 _OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 
 _NUMBER_END = 2**63
+_PLACES = {"path", "paths", "dir", "folder", "pool", "file", "out"}  # arguments that are paths
 _MISSPELT = re.compile(
     r"argument (?:COMMAND|WHAT): invalid choice: '([^']+)'|unrecognized arguments: (--[\w-]+)"
 )
@@ -269,7 +270,7 @@ def _run(argv: list[str]) -> int:
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:  # by the command's own parser, whose help knows what there is
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-        _check_numbers(args)
+        _check_values(args)
         outcome: CommandResult = args.run(args)
         text = json.dumps(outcome.result, indent=2) if args.json else outcome.text
         return _print(text) or outcome.exit_code
@@ -278,10 +279,12 @@ def _run(argv: list[str]) -> int:
         return _fail(message, exit_code, type(error).__name__ if as_json else None)
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
-    """No option means anything by a number that is negative, infinite or none."""
+def _check_values(args: argparse.Namespace) -> None:
+    """No option means anything by a number that is negative, infinite or none, or an empty path."""
     for name, given in vars(args).items():
         for value in given if isinstance(given, list) else [given]:
+            if value == "" and name in _PLACES:
+                args.refuse(f"{name} is empty; name a file, a folder or a device")
             if isinstance(value, int | float) and not 0 <= value < _NUMBER_END:
                 option = name.replace("_", "-")
                 args.refuse(f"--{option} is {value}; give a number from 0 and below 2^63")

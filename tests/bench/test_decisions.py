@@ -48,4 +48,4 @@ def test_a_bar_can_be_missed() -> None:
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "decisions", "--dir", str(tmp_path / "none")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "No such file or directory; correct the path" in capsys.readouterr().err

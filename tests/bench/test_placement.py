@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti import cli
 from tutti.base.terminal import progress
 from tutti.bench import placement
 from tutti.bench.placement import PHASES, Command, read_trace, summarise
@@ -73,7 +74,7 @@ def test_the_files_that_are_written(tmp_path: Path) -> None:
     assert result["plotted"] == (tmp_path / "figure.b.png").exists()
 
 
-def test_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
-    args = argparse.Namespace(trace=tmp_path / "missing", out=tmp_path / "figure")
-    with pytest.raises(ConfigError, match="record one"):
-        placement.run(args, progress)
+def test_a_trace_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(tmp_path / "missing"), "--out", str(tmp_path / "figure")]
+    assert cli.main(["bench", "placement", *words]) == 2
+    assert "missing: No such file or directory; correct the path" in capsys.readouterr().err

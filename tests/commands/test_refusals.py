@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -222,6 +223,11 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
     [
         ("profile --medium . --out .", 2, ". is a folder; name a file in it"),
         ("sglang command --model m --path . --capacity 1GiB --option timeout_s=x", 2, "a number"),
+        ("info ''", 2, "paths is empty; name a file"),
+        ("serve --socket s --folder ''", 2, "folder is empty; name a file, a folder"),
+        ("bench slack --dir /nope", 2, "cannot use /nope: No such file or directory; correct"),
+        ("bench residency --dir /proc", 2, "cannot use /proc: "),
+        ("bench eviction --trace nope", 2, "cannot use nope: No such file or directory; correct"),
     ],
 )
 def test_what_makes_no_sense_is_said_at_once(
@@ -233,7 +239,7 @@ def test_what_makes_no_sense_is_said_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(*words.split()) == code
+    assert run(*shlex.split(words)) == code
     assert says in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

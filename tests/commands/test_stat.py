@@ -26,6 +26,8 @@ def agent(tmp_path: Path) -> Iterator[RunningAgent]:
 def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int) -> None:
     rng = np.random.default_rng(seed)
     with agent.connect() as store:
+        assert main(["stat", f"unix:{agent.path}"]) == 0
+        assert "amplification" not in capsys.readouterr().out, "nothing is stored"
         memory = store.allocate_memory(4)
         fill(memory, range(4), rng)
         keys = some_keys(rng, 8)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from tutti.base.checks import open_regular
 from tutti.base.terminal import progress
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
-from tutti.errors import Unsupported
+from tutti.errors import ConfigError, Unsupported, system_message
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import check_unlabelled
 
@@ -112,6 +114,8 @@ _EVICTION_EXAMPLE = """\
 
 The exit code is 1 when a policy misses its required hit rate."""
 
+_SYNTHETIC = "synthetic"  # instead of the file of a trace
+
 
 def bench_module(name: str) -> ModuleType:
     """`tutti.bench.NAME`.  Raises Unsupported where the benches are not installed."""
@@ -130,13 +134,29 @@ def _wrong_bytes(result: dict[str, Any]) -> int:
     return EXIT_FAILED if result.get("wrong") else EXIT_OK
 
 
-def _check_devices(args: argparse.Namespace) -> None:
-    """Raises PoolExists for devices that were given to a server: they would be blank afterwards."""
+def _check_places(args: argparse.Namespace, *, makes_dir: bool) -> None:
+    """Raises ConfigError for what cannot be written or read, before anything is measured.
+
+    Raises PoolExists for devices that were given to a server: they would be blank afterwards.
+    """
     for option in ("path", "medium", "dir"):
-        places = getattr(args, option, None)
-        if isinstance(places, list):
-            devices = dict.fromkeys(place for place in places if is_device(place))
-            check_unlabelled(list(devices), getattr(args, "force", []))
+        places = list(dict.fromkeys(map(str, _given(args, option))))
+        check_unlabelled([p for p in places if is_device(p)], getattr(args, "force", []))
+    try:
+        for place in () if makes_dir else places:
+            if not is_device(place):
+                tempfile.TemporaryFile(dir=place).close()
+        for place in _given(args, "trace"):
+            if place != _SYNTHETIC:
+                open_regular(place).close()
+    except OSError as error:
+        error.filename = place
+        raise ConfigError(f"cannot use {system_message(error)}") from error
+
+
+def _given(args: argparse.Namespace, option: str) -> list[Any]:
+    given = getattr(args, option, None)
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def bench_command(
@@ -144,12 +164,14 @@ def bench_command(
     description: str,
     example: str,
     exit_code: Callable[[dict[str, Any]], int] = _wrong_bytes,
+    *,
+    makes_dir: bool = False,
 ) -> Callable[[argparse.ArgumentParser], None]:
     """What describes the command of `tutti.bench.NAME`.
 
     The module has `add_arguments`, `run`, which gives the result for JSON, and `report`, which
     makes text of it.  example: commands, each after two blanks.  exit_code: of a result; by default
-    wrong bytes fail the command.
+    wrong bytes fail the command.  makes_dir: --dir need not exist.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +180,7 @@ def bench_command(
         module.add_arguments(parser)
 
         def run(args: argparse.Namespace) -> CommandResult:
-            _check_devices(args)
+            _check_places(args, makes_dir=makes_dir)
             result = module.run(args, progress)
             return CommandResult(result, module.report(result), exit_code(result))
 

@@ -46,7 +46,7 @@ def _exit_code(result: dict[str, Any]) -> int:
     return EXIT_UNUSABLE if result.get("stopped") or result.get("output") else EXIT_OK
 
 
-add_serve = bench_command("ttft.recipes", _SERVE, _SERVE_EXAMPLE, _exit_code)
+add_serve = bench_command("ttft.recipes", _SERVE, _SERVE_EXAMPLE, _exit_code, makes_dir=True)
 add_ttft = bench_command("ttft.run", _TTFT, _TTFT_EXAMPLE, _exit_code)
 add_workload = bench_command("ttft.workloads.export", _WORKLOAD, _WORKLOAD_EXAMPLE, _exit_code)
 add_figures = bench_command("figures.run", _FIGURES, _FIGURES_EXAMPLE, _exit_code)

@@ -64,13 +64,9 @@ def _totals(path: str, name: str) -> CommandResult:
     lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
     if "slots" in stats:
         written = format_nbytes(stats["written_today_nbytes"])
-        lines += [
-            ("written today", f"{written} since midnight UTC, or since the opening"),
-            (
-                "amplification",
-                f"{stats['bytes_written_per_byte_stored']:.3f} bytes written per byte",
-            ),
-        ]
+        lines.append(("written today", f"{written} since midnight UTC, or since the opening"))
+        if amplification := stats["bytes_written_per_byte_stored"]:
+            lines.append(("amplification", f"{amplification:.3f} bytes written per byte"))
     for namespace, of in stats.get("namespaces", {}).items():
         limit = of["quota_nbytes"]
         size = format_nbytes(of["used_nbytes"]) + (f" of {format_nbytes(limit)}" if limit else "")
