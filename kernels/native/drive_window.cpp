@@ -56,10 +56,7 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   const bool is_grouped = fixed_window_ == 0 && comes_in_groups(*part);
   if (is_grouped && part->in_flight == 0) begin_group(part, kind, nbytes);
   if (active_.empty()) return false;
-  if (begins_slowly(*part)) {
-    waits_for_group_ = true;
-    return true;
-  }
+  if (begins_slowly(*part)) return waits_for_group_ = true;
   if (is_grouped) {
     waits_for_group_ = part->next >= part->group_end && clock_ns() < part->group_until_ns;
     if (part == opening_ && !waits_for_group_) wants_alone_ = false;  // or others wait for it
@@ -77,12 +74,10 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
 }
 
-// Whether a store that stops for loads waits, because as many of its commands are in flight as have
-// ended.  A load often follows the store at once, as the next prefill follows the end of a request,
-// and waits for what is in flight.
+// Whether a store that stops for loads waits until as many of its commands have ended as are in
+// flight: a load often follows it at once, and has to wait for these.
 bool ServiceThread::begins_slowly(const Part& part) const {
-  const JobConfig& config = part.job->config;
-  const bool can_stop = config.priority == kStores && config.held != 0;
+  const bool can_stop = part.job->config.priority == kStores && part.job->config.held != 0;
   return can_stop && active_.size() == part.in_flight && 2 * part.in_flight > part.next;
 }
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 #: So many measurements are compared; of the fastest so many may be outliers.
 _LAST, _OUTLIERS = 48, 2
-#: Slow writes take so many times as long as fast ones: a busy machine may double a time.  The slowest
-#: count as the second.
+#: Slow: so many times as long as fast writes; a busy machine may double one.  What counts at most.
 _SLOW, _SLOWED_MAX = 3.0, 8.0
 #: What of the room that a pause gives is planned with.
 _MARGIN = 0.8
