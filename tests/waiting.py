@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 def wait_until(
@@ -19,3 +20,14 @@ def wait_until(
             faulthandler.dump_traceback(all_threads=True)
             raise AssertionError(what if isinstance(what, str) else what())
         time.sleep(0.002)
+
+
+def wait_idle(scheduler: Any) -> None:
+    """Until a Dispatcher has heard of the end of every transfer; who waits for one hears first."""
+
+    def idle() -> bool:
+        scheduler.run_due()  # takes what was posted, also while its own thread is about to
+        counters = scheduler.counters()
+        return not (counters["loads_waiting"] or counters["writes_waiting"])
+
+    wait_until(idle, lambda: f"{scheduler.counters()}")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from node.agents import LAYOUT, LOOKUP_S, RunningAgent, running, start_process
 from scheduler.drive import Linear
+from waiting import wait_idle, wait_until
 
 import tutti
 from store.pools import fill, some_keys
@@ -103,7 +104,7 @@ def test_a_client_is_scheduled_by_the_speeds_that_its_agent_found(
             load.wait(WAIT_S)
             assert load.wait_settled(WAIT_S)
             assert [pool.read(page) for page in range(8, 16)] == contents
-            store._queue.stop(WAIT_S)
+            wait_idle(store.scheduler)
             scheduler = store.stats()["scheduler"]
             assert (scheduler["written_pages"], scheduler["ignored"]) == (8, 0)
             assert scheduler["read_nbytes"] == 8 * LAYOUT.object_nbytes
@@ -161,12 +162,11 @@ def test_a_load_that_waits_is_cancelled(tmp_path: Path, rng: np.random.Generator
         load = store.load(keys, np.arange(4))
         assert not load.done
         assert load.cancel(WAIT_S)
-        assert store.scheduler is not None
-        assert store.scheduler.counters()["loads_waiting"] == 0
+        wait_idle(store.scheduler)
         assert store.delete(keys) == 4, "the agent keeps nothing for it"
         with pytest.raises(KeyMissing):
             store.load(keys, np.arange(4))
-        assert store.scheduler.counters()["loads_waiting"] == 0
+        wait_idle(store.scheduler)
 
 
 def test_puts_that_wait_claim_nothing_and_are_stored_at_the_close(
@@ -179,7 +179,7 @@ def test_puts_that_wait_claim_nothing_and_are_stored_at_the_close(
         put = store.put(keys, np.arange(8))
         assert not put.done
         assert other.stats()["busy_objects"] == 0
-        assert store.stats()["scheduler"]["writes_waiting"] == 1
+        wait_until(lambda: store.stats()["scheduler"]["writes_waiting"] == 1)
         store.close()
         assert put.wait(WAIT_S).stored == 8
         assert other.match(keys) == 8
@@ -195,13 +195,12 @@ def test_the_speed_of_writes_is_not_learnt_from_what_is_not_written(
             store.allocate_memory(8)
             keys = some_keys(rng, 8)
             assert store.put(keys[:4], np.arange(4)).wait(WAIT_S).stored == 4
-            store._queue.stop(WAIT_S)
             assert store.scheduler is not None
+            wait_idle(store.scheduler)
             before = store.scheduler.counters()
-            store._queue._stopping = False
             for _ in range(8):
                 assert store.put(keys[:4], np.arange(4)).wait(WAIT_S).present == 4
-            assert store._state.wait_quiet(WAIT_S)
+            wait_idle(store.scheduler)
             after = store.scheduler.counters()
             assert [event.there for event in seen if isinstance(event, PagesWritten)][1:] == [4] * 8
             assert after["write_factor"] == before["write_factor"]
@@ -209,7 +208,7 @@ def test_the_speed_of_writes_is_not_learnt_from_what_is_not_written(
             agent.stop()
             for _ in range(8):
                 assert store.put(keys, np.arange(8)).wait(WAIT_S).dropped == 8
-            assert store._state.wait_quiet(WAIT_S)
+            wait_idle(store.scheduler)
             after = store.scheduler.counters()
             assert after["write_factor"] == before["write_factor"]
             assert (after["written_pages"], after["failed_pages"]) == (4, 64)
@@ -236,10 +235,9 @@ def test_long_puts_stop_for_loads_and_lose_nothing(
                 load.wait(WAIT_S)
                 assert load.wait_settled(WAIT_S)
                 assert [pool.read(page) for page in range(12, 24)] == contents
-            store._queue.stop(WAIT_S)
+            wait_idle(store.scheduler)
             counters = store.stats()["scheduler"]
             assert (counters["written_pages"], counters["ignored"]) == (20 * 12, 0)
-            assert (counters["writes_waiting"], counters["loads_waiting"]) == (0, 0)
         assert any(event.can_stop for event, _ in seen if isinstance(event, WriteKnown))
 
 

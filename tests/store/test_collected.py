@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from store.pools import formatted, opened
 from tutti.errors import KeyMissing
@@ -24,6 +25,6 @@ def test_a_closed_store_needs_no_collector() -> None:
         engine = weakref.ref(store.engine)
         store.close()
         del store
-        assert engine() is None
+        wait_until(lambda: engine() is None)  # the thread that closed it lets go a moment later
     finally:
         gc.enable()

@@ -1,4 +1,8 @@
-"""Room for puts is made when look-ups miss, before the puts come."""
+"""Room for puts is made when look-ups miss, before the puts come.
+
+Without a profile where a put has to be one batch: one that the scheduler thinks to meet another
+may come in parts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
 ) -> None:
     rng = np.random.default_rng(seed)
     config = tutti.StoreConfig(eviction=eviction)
-    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB", config=config) as store:
+    path = tmp_path / "pool"
+    with tutti.open(path, LAYOUT, "8MiB", profile=None, config=config) as store:
         store.allocate_memory(PAGES)
         slots = store.stats()["capacity_objects"]
         assert slots >= 16 * PAGES, "a look-up may make room for so many"
@@ -89,7 +94,7 @@ def test_a_full_pool_makes_room_for_the_next_short_put(
 ) -> None:
     """While one is written, so that none of them has to choose what goes."""
     rng = np.random.default_rng(seed)
-    with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB") as store:
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
         slots = store.stats()["capacity_objects"]
         reserve = reserve_slots(slots)
         assert reserve > 1

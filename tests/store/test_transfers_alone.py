@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from memory_controller import Faults
 from scheduler.drive import Linear
+from waiting import wait_idle, wait_until
 
 from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
 from tutti.errors import KeyMissing
 from tutti.scheduler import dispatcher
-from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import LoadKnown, WriteKnown
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
+from tutti.scheduler.event import LoadGone, LoadKnown, WriteKnown
+from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue
 
 PROFILE = Linear()
@@ -30,6 +32,14 @@ def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_NAP_S", 600.0)
 
 
+def asleep(store: ObjectStore) -> Dispatcher:
+    """Its scheduler, once the loop has had its first look."""
+    scheduler = store.scheduler
+    assert scheduler is not None
+    wait_until(lambda: scheduler._sleeps_until_ns)
+    return scheduler
+
+
 @pytest.mark.parametrize("can_stop", [False, True])
 def test_a_transfer_that_is_alone_starts_before_its_decision(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, *, can_stop: bool
@@ -39,21 +49,23 @@ def test_a_transfer_that_is_alone_starts_before_its_decision(
     seen: list[Any] = []
     schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
     with opened(formatted(), schedule=schedule) as store:
+        scheduler = asleep(store)
         monkeypatch.setattr(store._queue, "_short", 2)
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys, np.arange(4)).wait(10)
         assert store.load(keys, np.arange(4, 8)).wait_settled(10)
+        wait_until(lambda: any(isinstance(event, LoadGone) for event in list(scheduler._events)))
         with pytest.raises(KeyMissing):
             store.load(some_keys(rng, 1), [0])
-        store._queue.stop(10.0)
-        counters = store.stats()["scheduler"]
+        wait_idle(scheduler)
+        counters = scheduler.counters()
         known = [one.at_once for one in seen if isinstance(one, LoadKnown | WriteKnown)]
         assert known == [True] * 3
         assert [one.can_stop for one in seen if isinstance(one, WriteKnown)] == [can_stop]
         assert counters["written_pages"] == 4
         assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
-        assert counters["loads_waiting"] == counters["writes_waiting"] == counters["ignored"] == 0
+        assert counters["ignored"] == 0
 
 
 def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:
@@ -61,6 +73,7 @@ def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> 
     controller = controller_of(images := formatted())
     schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
     with opened(images, controller=controller, schedule=schedule) as store:
+        asleep(store)
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
         store.put(keys, np.arange(4)).wait(10)
