@@ -94,7 +94,7 @@ def test_what_waits_to_be_copied_and_is_removed_is_not_copied(
 ) -> None:
     keys = some_keys(np.random.default_rng(seed), 4)
     faults.set("hang")
-    with nodes(tmp_path, faults.config(timeout_s=1.5), 1) as (node,):
+    with nodes(tmp_path, faults.config(timeout_s=3000.0), 1) as (node,):
         node.put(keys)
         node.load(keys[:1])
         until(lambda: faults.calls() and not node.remote()["queued_nbytes"], "nothing was taken")
@@ -103,6 +103,9 @@ def test_what_waits_to_be_copied_and_is_removed_is_not_copied(
         assert node.remote()["queued_nbytes"] == 0
         assert node.remote()["not_copied"] == 3
         faults.set("raise-remove")
+        process = tier_of(node)._remote._process
+        assert process is not None
+        process.kill()  # which hangs until then
         node.settle("remove_failed", 3)
         assert values(faults) == 0
 

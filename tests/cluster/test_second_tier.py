@@ -41,6 +41,7 @@ def test_a_page_of_another_node_is_a_hit_after_it_landed(
         assert second.store.match(keys) == 0  # never inside a look-up
         second.find(keys)
         second.load(keys)
+        second.settle("fetched", PAGES)  # counted after they are there
         assert second.remote()["fetched"] == PAGES
         infos = second.store.catalogue.objects(keys)
         assert [info.parent for info in infos[1:]] == [key.tobytes() for key in keys[:-1]]
@@ -148,7 +149,7 @@ def test_a_failing_remote_store_is_left_alone_and_tried_again(
         faults.set("")
         second.find(keys)
         second.load(keys)
-        assert second.remote()["state"] == "closed"
+        until(lambda: second.remote()["state"] == "closed", "it is left alone for good")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.medium.layout import KVLayout
@@ -45,8 +46,10 @@ class RunningAgent:
         self._thread.start()
         assert started.wait(WAIT_S)
 
-    def connect(self, layout: KVLayout | None = LAYOUT, capacity: str = "32MiB") -> NodeStore:
-        return NodeStore(self.path, layout, capacity, lookup_timeout_s=LOOKUP_S)
+    def connect(
+        self, layout: KVLayout | None = LAYOUT, capacity: str = "32MiB", **options: Any
+    ) -> NodeStore:
+        return NodeStore(self.path, layout, capacity, **{"lookup_timeout_s": LOOKUP_S, **options})
 
     def stop(self) -> None:
         """A second call does nothing."""

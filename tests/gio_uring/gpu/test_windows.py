@@ -13,6 +13,7 @@ from gio_uring.gpu.test_chunks import memory_of
 from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
 from memory_controller import Faults
 from scheduler.drive import Linear
+from waiting import wait_idle
 
 from store.pools import GEOMETRY, LAYOUT, some_keys
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
@@ -92,9 +93,7 @@ def test_a_load_that_is_granted_no_more_is_read_after_all(seed: int) -> None:
         assert [rig.pool.read(12 + n) for n in range(4)] == contents
         ticket = rig.store.load(keys, list(range(16, 20)))
         assert ticket.cancel(10)
-        assert rig.store.scheduler is not None
-        rig.store.scheduler.run_due()
-        assert rig.store.scheduler.counters()["loads_waiting"] == 0
+        wait_idle(rig.store.scheduler)
 
 
 def writes_among_reads(trace: Any, layers: range) -> int:
