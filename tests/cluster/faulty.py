@@ -112,7 +112,7 @@ class Faults:
         return path.read_text().splitlines() if path.exists() else []
 
     def config(self, **settings: object) -> RemoteConfig:
-        # A process may take long to start on a busy machine.
-        given = {"timeout_s": 5.0, "connect_s": 60.0, "client_ttl_s": 0.3, **settings}
+        # A process may take long to start on a busy machine, and to answer.
+        given = {"timeout_s": 30.0, "connect_s": 60.0, "client_ttl_s": 0.3, **settings}
         options = {"folder": str(self.folder)}
         return RemoteConfig("cluster.faulty:FaultyStore", options, **given)  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ def test_every_page_that_was_offered_is_counted_once(
     tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = some_keys(np.random.default_rng(seed), 8 * PAGES).reshape(8, PAGES, 16)
-    config = faults.config(failures_max=1, client_ttl_s=3.0)
+    config = faults.config(failures_max=1, client_ttl_s=3000.0)
     with nodes(tmp_path, config) as (first, second):
 
         def offer(some: Keys) -> None:

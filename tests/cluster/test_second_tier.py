@@ -180,7 +180,8 @@ def test_a_hanging_remote_store_is_killed_at_the_deadline(
         second.miss(keys, "failures")
         faults.set("")
         second.find(keys)
-        assert second.remote()["starts"] == 2  # the one that hung was replaced
+        counts = second.remote()
+        assert counts["starts"] == 1 + counts["failures"]  # the one that hung was replaced
         second.load(keys)
 
 

@@ -429,6 +429,7 @@ def test_waits_of_the_stream_are_bubbles_and_tell_the_layer(
             for layer in range(engine.LAYERS):
                 rig.linker.layer_done_counter.wait_until(layer)
             STEPS.returned()
+            scheduler.run_due()  # takes what was posted
             assert scheduler.state.step.layer == 0, "no layer has begun"
             time.sleep(0.05)  # the stream waits for its first layer
             held[0] = 1

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from linker_engine import (
 )
 from linker_gpu import gpu_rig
 from node.agents import running
+from waiting import wait_idle
 
 import tutti
 from tutti.base.breaker import Breaker
@@ -64,6 +66,12 @@ from tutti.transfers.core import StoreConfig
 from tutti.transfers.tickets import Outcome
 
 
+def totals(rig: Rig, *kinds: str) -> list[int]:
+    """Of its scheduler, once that knows that all is over."""
+    wait_idle(scheduler := rig.stored_pool.store.scheduler)
+    return [scheduler.counters()[kind] for kind in kinds]
+
+
 def test_with_a_profile_the_scheduler_launches_what_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,9 +88,8 @@ def test_with_a_profile_the_scheduler_launches_what_is_moved(
         wait_for(lambda: rig.lookup(names(24)) == 24)
         assert rig.restore(names(24), range(30, 54))
         assert rig.content(range(30, 54)) == want
-        counters = rig.stored_pool.store.scheduler.counters
-        wait_for(lambda: counters()["read_nbytes"] > 0)
-        assert (counters()["written_pages"], counters()["dropped_pages"]) == (24, 0)
+        read_nbytes, *pages = totals(rig, "read_nbytes", "written_pages", "dropped_pages")
+        assert read_nbytes > 0 and pages == [24, 0]
 
 
 def test_a_linker_shares_the_queue_of_its_medium(
@@ -108,7 +115,7 @@ def test_a_linker_shares_the_queue_of_its_medium(
         assert rig.store(names(4), range(4))
         ticket.wait(WAIT_S)
         assert (ticket.outcome == Outcome.STORED).all()
-        assert store.scheduler.counters()["written_pages"] == 304
+        wait_for(lambda: store.scheduler.counters()["written_pages"] == 304)
 
 
 def test_one_put_beyond_the_backlog_costs_the_others_nothing(
@@ -167,13 +174,9 @@ def test_the_scheduler_is_told_of_steps(tmp_path: Path, monkeypatch: pytest.Monk
     with Rig(tmp_path, profile="profile.json") as rig:
         scheduler = rig.stored_pool.store.scheduler
 
-        def computes(phase: Phase, tokens: int, context_tokens: int) -> None:
-            def is_so() -> bool:
-                step = scheduler.state.step
-                known = (step.phase, step.tokens, step.context_tokens)
-                return known == (phase, tokens, context_tokens)
-
-            wait_for(is_so)
+        def computes(*expected: Any) -> None:
+            step = attrgetter("phase", "tokens", "context_tokens")
+            wait_for(lambda: step(scheduler.state.step) == expected)
 
         STEPS.launched(Batch(Phase.PREFILL))
         computes(Phase.PREFILL, 70, 48)
@@ -413,9 +416,7 @@ def test_a_long_offload_stops_for_a_load(
         wait_for(lambda: rig.lookup(names(40, "long"), "long") == 40)
         assert rig.restore(names(40, "long"), range(20, 60))
         assert rig.content(range(20, 60)) == want[4:44]
-        counters = rig.stored_pool.store.scheduler.counters()
-        assert (counters["written_pages"], counters["ignored"]) == (48, 0)
-        assert (counters["writes_waiting"], counters["locked_pages"]) == (0, 0)
+        assert totals(rig, "written_pages", "ignored", "locked_pages") == [48, 0, 0]
     (first,) = [one for one, _ in decided if isinstance(one, WriteKnown) and one.can_stop]
     issues = [one for _, made in decided for one in made.writes if one.name == first.name]
     assert issues[0].count == 40, "whole, as no load waited"
@@ -444,9 +445,8 @@ def test_a_batch_that_fails_costs_an_offload_its_own_pages(
         assert not rig.linker.pop_completed_offload(), "a part of it failed"
         assert rig.linker.backlog.wait_quiet(WAIT_S)
         assert calls == [10]
-        counters = rig.stored_pool.store.scheduler.counters()
-        assert (counters["written_pages"], counters["failed_pages"]) == (18, 2)
-        assert (rig.lookup(names(20)), counters["ignored"]) == (2, 0)
+        assert totals(rig, "written_pages", "failed_pages", "ignored") == [18, 2, 0]
+        assert rig.lookup(names(20)) == 2
 
 
 def event_of(line: str) -> Event:
@@ -465,7 +465,7 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
     )
     config = StoreConfig(schedule=Schedule(FlatProfile()))
     with tutti.open(tmp_path / "pool", layout, "8MiB", config=config) as store:
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         with pytest.raises(ConfigError, match="puts=False"):
             Backlog(
                 [SimpleNamespace(name="kv", store=store)],  # type: ignore[list-item]
@@ -476,7 +476,7 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
                 chains=Chains(),
                 errors=ErrorLog(Metrics({"mode": "linker", "pool": "kv", "rank": "0"})),
             )
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads
 
 
 def test_an_agents_client_is_scheduled_by_the_agents_speeds(tmp_path: Path) -> None:
@@ -491,9 +491,8 @@ def test_an_agents_client_is_scheduled_by_the_agents_speeds(tmp_path: Path) -> N
             wait_for(lambda: rig.lookup(names(8)) == 8)
             assert rig.restore(names(8), range(20, 28))
             assert rig.content(range(20, 28)) == want
-            scheduler = rig.stored_pool.store.scheduler
-            wait_for(lambda: scheduler.counters()["read_nbytes"] > 0)
-            assert scheduler.counters()["written_pages"] == 8
+            read_nbytes, written = totals(rig, "read_nbytes", "written_pages")
+            assert read_nbytes > 0 and written == 8
         with Rig(Path(f"unix:{agent.path}"), profile="off") as rig:
             assert rig.stored_pool.store.scheduler is None
         with pytest.raises(ConfigError, match=r"verify: the agent at .* has settings of its own"):

@@ -15,6 +15,7 @@ import host_pools as hp
 import pytest
 from cluster.faulty import Faults
 from node.agents import RunningAgent, running
+from waiting import wait_idle
 
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 
@@ -78,6 +79,7 @@ def test_turns_go_from_decode_to_prefill_and_back(
         assert prefill.read(prompt + answer, seed) == want
         (kv,) = prefill.storage._stores.values()
         assert kv.store.stats()["profile"] == agent.pools.speeds.source
+        wait_idle(kv.store.scheduler)
         assert kv.store.stats()["scheduler"]["written_pages"] == 10, "of both, on one medium"
         assert len(list((tmp_path / "node").glob("*.tutti"))) == 1
 
