@@ -30,10 +30,17 @@ LAYOUT = KVLayout.mha(
 )
 
 
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each measurement, which is not given up on a busy machine."""
+    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
+    monkeypatch.setattr(at_open, "_WRITTEN_S", 60.0)
+    monkeypatch.setattr(at_open, "BUDGET_S", 60.0)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test's own, and measurements of one round."""
-    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
+    """An empty cache of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tutti"
 
