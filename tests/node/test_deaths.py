@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crash.objects import when_unlocked
-from node.agents import LAYOUT, WAIT_S, running, start_process
+from node.agents import LAYOUT, LOOKUP_S, WAIT_S, running, start_process
 from waiting import wait_until
 
 import tutti
@@ -66,7 +66,7 @@ def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:
 import os, sys, numpy as np, tutti
 from node.agents import LAYOUT
 from tutti.node.messages import Moved, PlanPut
-store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT, lookup_timeout_s={LOOKUP_S})
 store.allocate_memory(8)
 keys = np.arange(160, dtype=np.uint8).reshape(10, 16)
 assert store.match(keys[:4], pin="mine") == 4
@@ -98,7 +98,7 @@ def test_a_child_that_outlives_a_client_does_not_keep_its_session(tmp_path: Path
     code = f"""
 import os, signal, time, tutti
 from node.agents import LAYOUT
-store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT, lookup_timeout_s={LOOKUP_S})
 store.stats()
 child = os.fork()
 if child == 0:
@@ -126,7 +126,7 @@ def test_a_forked_child_cannot_use_its_parents_client(tmp_path: Path) -> None:
     code = f"""
 import os, sys, numpy as np, tutti
 from node.agents import LAYOUT
-store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT)
+store = tutti.connect({str(tmp_path / "agent" / "s")!r}, LAYOUT, lookup_timeout_s={LOOKUP_S})
 keys = np.arange(16, dtype=np.uint8).reshape(1, 16)
 for use in (lambda: store.match(keys), store.stats, store.__enter__, store.close):
     child = os.fork()
@@ -159,7 +159,7 @@ def test_while_the_agent_is_away_everything_misses(
         tutti.connect(str(path))
     agent = start_process(path, folder)
     try:
-        with tutti.connect(f"unix:{path}", LAYOUT, "32MiB") as store:
+        with tutti.connect(f"unix:{path}", LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S) as store:
             memory = store.allocate_memory(16)
             keys = some_keys(rng, 8)
             contents = fill(memory, range(8), rng)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from free_ports import free_port
-from node.agents import LAYOUT, start_process
+from node.agents import LAYOUT, LOOKUP_S, start_process
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler.drive import Linear
@@ -64,7 +64,7 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
     port = free_port()
     with serving(tmp_path, port) as path:
         assert total(read_page(port), "tutti_agent_open_sessions") == 0
-        with tutti.connect(path, LAYOUT, "32MiB") as store:
+        with tutti.connect(path, LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S) as store:
             memory = store.allocate_memory(8)
             fill(memory, range(4), rng)
             keys = some_keys(rng, 6)
@@ -172,7 +172,7 @@ def test_what_the_scheduler_forced_is_published(tmp_path: Path, seed: int) -> No
 def test_an_agent_that_is_away_is_down(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     with serving(tmp_path, free_port()) as path:
-        store = tutti.connect(path, LAYOUT, "32MiB")
+        store = tutti.connect(path, LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S)
         registry.register(StoreCollector({"chat": store}))
         assert registry.get_sample_value("tutti_up", {"pool": "chat"}) == 1
     assert registry.get_sample_value("tutti_up", {"pool": "chat"}) == 0

@@ -92,7 +92,7 @@ def test_a_client_is_scheduled_by_the_speeds_that_its_agent_found(
     process = start_process(socket, tmp_path / "pools")
     caplog.set_level(logging.INFO, "tutti")
     try:
-        with tutti.connect(f"unix:{socket}", LAYOUT, "32MiB") as store:
+        with tutti.connect(f"unix:{socket}", LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S) as store:
             (line,) = [one for one in caplog.messages if "scheduling by" in one]
             source = store.stats()["profile"]
             assert source in KNOWN

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from node.agents import LAYOUT, WAIT_S, start_process
+from node.agents import LAYOUT, LOOKUP_S, WAIT_S, start_process
 from scheduler.drive import Linear
 
 import tutti
@@ -39,7 +39,8 @@ def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
     try:
         # Without a schedule a put is one plan; of one in parts, the agent is not asked about those
         # behind the part that was cut.
-        with NodeStore(str(path), LAYOUT, "32MiB", profile=None) as store:
+        chosen = {"profile": None, "lookup_timeout_s": LOOKUP_S}
+        with NodeStore(str(path), LAYOUT, "32MiB", **chosen) as store:
             memory = store.allocate_memory(16)
             fill(memory, range(16), rng)
             keys = some_keys(rng, 40)
