@@ -189,7 +189,7 @@ def crowd(agent: RunningAgent, rng: np.random.Generator) -> None:
     with agent.connect() as other:
         n = other.stats()["capacity_objects"]
         memory = other.allocate_memory(n)
-        other.put(some_keys(rng, n), np.arange(n), memory=memory).wait(10)
+        other.put(some_keys(rng, n), np.arange(n), memory=memory).wait(60)
         assert other.stats()["evicted"] > 0 or other.stats()["dropped"] > 0
 
 
