@@ -15,7 +15,7 @@ from tutti.cluster.worker import HEAD, trailer_nbytes
 from tutti.errors import RemoteFailed
 
 HANG_S = 3600.0
-SLOW_START_S = 2.0
+SLOW_START_S = 4.0
 
 
 class FaultyStore:
@@ -29,7 +29,7 @@ class FaultyStore:
         self._base = address
         if self._fault() == "unreachable":
             raise RemoteFailed("the master is away")
-        if self._fault() == "slow-start":
+        if self._fault() == "slow-start" and self._tenant:
             time.sleep(SLOW_START_S)
 
     def _fault(self) -> str:
@@ -103,7 +103,7 @@ class Faults:
 
     def set(self, fault: str) -> None:
         """One of "", flip, flip-digest, swap, fail, hang, hang-OPERATION, die, raise,
-        raise-OPERATION, slow, unreachable, slow-start (each store), full (only tenants)."""
+        raise-OPERATION, slow, unreachable, slow-start (each tenant's), full (only tenants)."""
         (self.folder / "next").write_text(fault)
         os.replace(self.folder / "next", self.folder / "fault")
 
