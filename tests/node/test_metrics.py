@@ -73,7 +73,8 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
             ticket = store.load(keys[:4], range(4, 8))
             ticket.wait(30)
             assert ticket.wait_settled(30)
-            store.stats()  # after the reports of this client
+            loads = {"name": "tutti_transfer_seconds_count", "direction": "load"}
+            wait_until(lambda: total(read_page(port), **loads) == 1)  # the client has reported it
             samples = read_page(port)
         wait_until(lambda: total(read_page(port), "tutti_agent_open_sessions") == 0)
         assert total(read_page(port), "tutti_agent_lost_total") == 0, "it was closed"

@@ -163,6 +163,7 @@ def test_a_load_that_waits_is_cancelled(tmp_path: Path, rng: np.random.Generator
         assert not load.done
         assert load.cancel(WAIT_S)
         wait_idle(store.scheduler)
+        assert store._kept.need().wait_quiet(WAIT_S)  # it has been reported
         assert store.delete(keys) == 4, "the agent keeps nothing for it"
         with pytest.raises(KeyMissing):
             store.load(keys, np.arange(4))
