@@ -64,7 +64,8 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
     port = free_port()
     with serving(tmp_path, port) as path:
         assert total(read_page(port), "tutti_agent_open_sessions") == 0
-        with tutti.connect(path, LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S) as store:
+        options = {"lookup_timeout_s": LOOKUP_S, "profile": None}  # a put is one transfer
+        with tutti.connect(path, LAYOUT, "32MiB", **options) as store:
             memory = store.allocate_memory(8)
             fill(memory, range(4), rng)
             keys = some_keys(rng, 6)

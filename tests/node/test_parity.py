@@ -427,7 +427,7 @@ def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.G
     config = StoreConfig(pin_share=0.25)
     with tutti.open(str(path), config=config) as again:
         again.wait_recovered(30)
-        assert again.stats()["pinned_objects"] == 8
+        wait_until(lambda: again.stats()["pinned_objects"] == 8)  # counted behind recovery
         (info,) = again.catalogue.objects(pinned[:1])
         assert info.pinned
         assert info.expires_s is not None
