@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -40,6 +41,7 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import NOTHING, Decision, State
 from tutti.scheduler.trace import line, replay
 from tutti.scheduler.write_order import writes_for
+from tutti.transfers.tickets import PutTicket
 
 TRUTH = machine(drive_names()[0], "H100")
 LIMITS = Limits(locked_pages=256, staged_pages=256)
@@ -354,7 +356,16 @@ def test_a_wrong_profile_fails_no_command(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["wrong"] == ["read x2"]
 
 
-def test_a_file_alone_is_measured_and_nothing_simulated(tmp_path: Path) -> None:
+def test_a_file_alone_is_measured_and_nothing_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_done = PutTicket.on_done
+
+    def late(ticket: PutTicket, call: Callable[[PutTicket], None]) -> None:
+        """Whoever waits for a put goes on before its callback."""
+        on_done(ticket, lambda done: threading.Timer(0.3, call, (done,)).start())
+
+    monkeypatch.setattr(PutTicket, "on_done", late)
     result = slack.run(arguments(workloads=[], dir=tmp_path, rounds=1), progress)
     assert result["simulated"] is False
     assert result["file"]["rounds"] == 1
