@@ -157,7 +157,8 @@ void ServiceThread::list(Part* part) {
 // is the last one's: loads must not starve stores.
 Part* ServiceThread::pick() {
   const u64 share = window(kKinds - 1) / kShare;
-  const bool owed = !ready_[kStores].empty() && inflight_late_ < share;
+  const bool owed = !ready_[kStores].empty() && inflight_late_ < share &&
+                    !begins_slowly(*ready_[kStores].begin()->part);
   for (u32 turn = owed ? 0 : 1; turn <= kPriorities; ++turn) {
     Part::Turns& ready = ready_[turn == 0 ? kStores : turn - 1];
     while (!ready.empty()) {  // bounded: every turn but the last takes a part off
@@ -178,7 +179,7 @@ Part* ServiceThread::pick() {
 
 bool ServiceThread::issue(u64 now, u64 clock_ns) {
   bool any = false;
-  is_full_ = waits_for_group_ = false;
+  is_full_ = waits_for_group_ = is_slow_ = false;
   while (finished_.size() < 2 * qp_->depth) {
     Part* part = pick();
     if (part == nullptr) {
@@ -226,7 +227,7 @@ bool ServiceThread::send(u32 cid, const Command& command) {
   Sqe sqe;
   const u32 status = iocb_build(config.iocb, part->job->runs[command.run], command.layer, cid,
                                 ListMemory{list, list, list_nbytes_}, &sqe);
-  ++part->next;
+  if (part->next++ == 0) part->from_idle = active_.empty();
   ++part->outstanding;
   if (part->job->digests_early) {  // once the drive has it
     to_digest_.push_back({part, {command.layer, command.run, kOk}});

@@ -43,6 +43,7 @@ struct Part {
   u32 in_flight = 0;                // of these, those that the drive has
   bool is_ahead = false;            // nothing waited for its layers when it was last listed
   bool is_due = false;              // counted in ServiceThread::loads_due_
+  bool from_idle = false;           // nothing was in flight when its first command was issued
   std::vector<Completed> deferred;  // finished, but the gate is closed
 
  private:
@@ -164,6 +165,7 @@ class ServiceThread {
   u32 loads_due_ = 0;             // parts with layers that are waited for
   bool is_full_ = false;          // the window, when issuing ended
   bool waits_for_group_ = false;  // likewise: it is not the window that is full
+  bool is_slow_ = false;          // likewise: a store that begins slowly waits
   u64 next_check_ns_ = 0;
   Window windows_[2][kKinds];  // while no layer is waited for, and while one is
   u32 kind_ = 0;               // of the last command

@@ -56,7 +56,7 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   const bool is_grouped = fixed_window_ == 0 && comes_in_groups(*part);
   if (is_grouped && part->in_flight == 0) begin_group(part, kind, nbytes);
   if (active_.empty()) return false;
-  if (begins_slowly(*part)) return waits_for_group_ = true;
+  if (begins_slowly(*part)) return is_slow_ = true;
   if (is_grouped) {
     waits_for_group_ = part->next >= part->group_end && clock_ns() < part->group_until_ns;
     if (part == opening_ && !waits_for_group_) wants_alone_ = false;  // or others wait for it
@@ -74,11 +74,12 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
 }
 
-// Whether a store that stops for loads waits until as many of its commands have ended as are in
-// flight: a load often follows it at once, and has to wait for these.
+// Whether a store that stops for loads and found the drive idle waits until as many of its commands
+// have ended as are in flight: a load often follows it at once, and has to wait for these.
 bool ServiceThread::begins_slowly(const Part& part) const {
   const bool can_stop = part.job->config.priority == kStores && part.job->config.held != 0;
-  return can_stop && active_.size() == part.in_flight && 2 * part.in_flight > part.next;
+  return can_stop && part.from_idle && active_.size() == part.in_flight &&
+         2 * part.in_flight > part.next;
 }
 
 // Whether a thread consumes a load's layers, the drive has no other load to mix with it, and
@@ -138,7 +139,7 @@ void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
     const u64 rate = opening_nbytes_ * 1'000'000 / took_us;
     if (status == kOk) opening_rate_ = std::max(opening_rate_, rate);
     if (opening_nbytes_ >= window(command.kind)) opening_ = nullptr;
-  } else if (waits_for_group_) {
+  } else if (waits_for_group_ || is_slow_) {
     interrupt(command.kind);
   } else if (is_full_) {
     window_of(command.kind).delivered(clock_ns, command.nbytes);

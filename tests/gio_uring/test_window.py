@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController, Parallelism
+from waiting import wait_until
 
 from tutti.base.units import KiB, MiB
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
@@ -278,3 +279,21 @@ def test_a_store_that_stops_for_loads_begins_with_one_command(make) -> None:  # 
         took[held] = np.diff(ready)  # from one layer, a command, to the next
     assert took[True][0] >= took[False][0] + 0.9 * LATENCY_NS
     assert took[True].sum() <= took[False].sum() + 1.1 * LATENCY_NS
+
+
+def test_a_load_does_not_wait_for_a_store_that_begins_slowly(make) -> None:  # type: ignore[no-untyped-def]
+    rig = make()
+    rig.controller.set_faults(Faults(stall_from=1))
+    store, _ = rig.submit(PAGES, opcode=OPCODE_WRITE, priority=PRIORITY_STORE, held=True)
+    store.grant(LAYERS, 2**32 - 1, None)
+
+    def issued() -> int:
+        return int(rig.engine.windows()[0].commands)
+
+    wait_until(lambda: issued() == 1)
+    load, _ = rig.submit(1)
+    wait_until(lambda: issued() > LAYERS)
+    rig.controller.set_faults(Faults())
+    rig.controller.release()
+    assert load.wait_released(20)
+    assert store.wait_released(20)

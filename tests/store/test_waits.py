@@ -17,11 +17,11 @@ from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, some
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
-from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.policy import Limits
 from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue
-from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutTogether
+from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutTogether, QueuedPut
 
 MANY = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
 
@@ -68,7 +68,9 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_store(schedule: Schedule, **more: Any) -> tuple[ObjectStore, MemoryController]:
     """A store of puts as in `cut`, and its drive."""
     controller = controller_of(formatted(geometry=MANY))
-    store = opened([], controller=controller, window_nbytes=1 << 15, schedule=schedule, **more)
+    store = opened(
+        [], controller=controller, schedule=schedule, **{"window_nbytes": 1 << 15, **more}
+    )
     store._queue._short = 2
     store.allocate_memory(64)
     return store, controller
@@ -114,7 +116,7 @@ def test_parts_of_a_long_put_start_in_their_order_and_few_at_a_time(
 
         def started(parts: list[PutPart]) -> BaseException | None:
             firsts.append(int(parts[0].rows[0]))
-            assert len(store._queue._open) <= OPEN_PARTS_MAX
+            assert sum(not part.is_over for part in store._queue._open) <= OPEN_PARTS_MAX
             return start(parts)
 
         monkeypatch.setattr(store._writer, "put", started)
@@ -278,3 +280,45 @@ def test_blocks_of_expired_objects_whose_records_took_long_are_given_back(
         controller.release()
         wait_until(lambda: store.stats()["deallocated_nbytes"] > 0)
         assert len(store) == 0
+
+
+def test_parts_are_begun_in_the_order_in_which_the_scheduler_heard_of_their_puts(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: None
+) -> None:
+    """Else a put that stopped could keep all parts from one that the scheduler lets go first."""
+    store, controller = cut_store(Schedule(Linear()))
+    with store, ThreadPoolExecutor(1) as callers:
+        controller.set_faults(Faults(stall_from=1))
+        first = store.put(some_keys(rng, LONG), range(LONG))
+        announce, gate = store._queue._post_put, threading.Event()
+
+        def late(dispatcher: Dispatcher, put: QueuedPut) -> None:
+            monkeypatch.undo()
+            assert gate.wait(10)
+            announce(dispatcher, put)
+
+        monkeypatch.setattr(store._queue, "_post_put", late)
+        second = callers.submit(store.put, some_keys(rng, LONG), range(LONG))
+        wait_until(lambda: len(store._queue._puts) == 2)
+        third = store.put(some_keys(rng, LONG), range(LONG))
+        gate.set()
+        puts = [first, second.result(10), third]
+        state = store.scheduler.state
+        wait_until(lambda: len(state.writes) == 3)
+        assert list(store._queue._puts) == list(state.writes)
+        controller.set_faults(None)
+        controller.release()
+        assert [put.wait(10).stored for put in puts] == [LONG] * 3
+
+
+def test_long_puts_end_on_a_drive_that_does_not_answer(rng: np.random.Generator, cut: None) -> None:
+    store, controller = cut_store(Schedule(Linear()), timeout_s=0.5, window_nbytes=1 << 22)
+    with store:
+        controller.set_faults(Faults(stall_from=1))
+        puts = [store.put(some_keys(rng, LONG), range(LONG)) for _ in range(2)]
+        wait_until(lambda: puts[1].done)
+        controller.set_faults(None)
+        controller.release()
+        for put in puts:
+            with pytest.raises(TuttiError):
+                put.wait(10)

@@ -147,6 +147,12 @@ class PutGrant:
             self._grant = layers, report_at, on_ready
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more is written of it; after a time-out it may not be released yet."""
+        with self._lock:
+            return bool(self._jobs) and all(job.done for job in self._jobs)
+
+    @property
     def layers_ready(self) -> int:
         """Layers that are written, from the first on."""
         with self._lock:
@@ -187,7 +193,7 @@ class OpenParts:
     @property
     def has_room(self) -> bool:
         """Whether one more may be open."""
-        return len(self._every) < OPEN_PARTS_MAX
+        return sum(not grant.is_over for grant in self._every) < OPEN_PARTS_MAX
 
     @property
     def done(self) -> int:

@@ -124,12 +124,12 @@ class TransferQueue(Owned):
         nbytes = self._core.object_nbytes
         known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
         if put.open is not None:
-            known.can_stop = True
-            known.unit_pages = -(-self._part_rows(put) // self._core.layers)
+            known.can_stop, known.unit_pages = True, -(-self._part_rows(put) // self._core.layers)
         over, parts = self._over(), []
         with self._lock:  # a close at the same time must not release it first
             if put.is_free:
                 return
+            self._puts[put.name] = self._puts.pop(put.name)  # in the order of the events
             if not dispatcher.alone(known, over):
                 dispatcher.add(known)
             elif len(parts := self._launch(put, put.rows.size)) > 1:
@@ -261,9 +261,9 @@ class TransferQueue(Owned):
         self._leave()
 
     def _leave(self) -> None:
-        if self.dispatcher is not None:
-            self.dispatcher.detach(self._prefix)
-            self.dispatcher.leave()
+        if (dispatcher := self.dispatcher) is not None:
+            dispatcher.detach(self._prefix)
+            dispatcher.leave()
 
     def read(self, launch: Issue) -> None:
         with self._lock:
@@ -357,19 +357,25 @@ class TransferQueue(Owned):
             put.open.grant(end, partial(self._progressed, put))
         return parts
 
+    def _launch_granted(self) -> None:
+        """Makes parts of what was granted while too many were open."""
+        with self._lock:
+            for put in self._puts.values():
+                if put.launched < put.granted:
+                    self._parts += self._launch(put, put.granted)
+
     def _can_stop(self, put: QueuedPut) -> bool:
         """Whether it is long enough to be stopped within."""
-        rows = put.rows.size
-        is_long = rows * self._core.object_nbytes >= LONG_NBYTES and rows >= 2 * self._short
-        return is_long and put.request.memory.path is None
+        rows, nbytes = put.rows.size, put.rows.size * self._core.object_nbytes
+        return nbytes >= LONG_NBYTES and rows >= 2 * self._short and put.request.memory.path is None
 
     def _part_rows(self, put: QueuedPut) -> int:
         """Of the next part: one batch of the writer, UNIT_NBYTES a layer, no short rest."""
         left, core, batch = put.rows.size - put.launched, self._core, self._writer.batch_pages
         most = min(batch, max(self._short, UNIT_NBYTES * core.layers // core.object_nbytes))
-        if left < most + self._short:
-            return left if left <= batch else max(1, left - self._short)
-        return most
+        if left >= most + self._short:
+            return most
+        return left if left <= batch else max(1, left - self._short)
 
     def _progressed(self, put: QueuedPut, end: int) -> None:
         dispatcher = self.dispatcher
@@ -392,6 +398,7 @@ class TransferQueue(Owned):
         while not self._closed:  # bounded by close()
             self._wake.acquire(timeout=_LOOK_S)
             self._core.refill()
+            self._launch_granted()
             self._start_parts(None)
 
     def _start_parts(self, most: int | None) -> None:
@@ -465,10 +472,7 @@ class TransferQueue(Owned):
         with self._lock:
             if put.open is not None and part.grant is not None:
                 put.open.remove(part.grant)
-                for other in self._puts.values():
-                    if other.launched < other.granted:  # it waited for that
-                        self._parts += self._launch(other, other.granted)
-                        self._wake.release()
+                self._wake.release()  # others may have waited for that
             if error is None:
                 put.ended += rows
                 self._report(put, lost, there)
@@ -479,12 +483,11 @@ class TransferQueue(Owned):
         """So many rows have their outcome."""
         with self._lock:
             put.left -= rows
-            over = put.left == 0
-            if over:
-                self._puts.pop(put.name, None)
-        if over:
-            put.progress.end_part()
-            self._core.end(put.request.memory)
+            if put.left:
+                return
+            self._puts.pop(put.name, None)
+        put.progress.end_part()
+        self._core.end(put.request.memory)
 
     def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
