@@ -27,7 +27,7 @@ from tutti.bench.slack import run as slack
 from tutti.bench.slack.conditions import _STEP_NS as CACHE_STEP_NS
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
 from tutti.bench.slack.server import LayeredServer, Noise, Uncorrected
-from tutti.bench.slack.workload import KINDS, SlackRequest, generate, recorded, write_requests
+from tutti.bench.slack.workload import SlackRequest, generate
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
 from tutti.profiles import at_open
@@ -466,38 +466,6 @@ def test_all_parameters_have_a_source() -> None:
             assert known.gpu.source
             assert known.model.source
             assert known.layer_us(100, 1000) > known.layer_us(100, 0) > 0
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_workload_is_the_same_for_its_seed(name: str) -> None:
-    requests = generate(name, TRUTH, 20, 7)
-    assert requests == generate(name, TRUTH, 20, 7)
-    assert requests != generate(name, TRUTH, 20, 8)
-    assert all(r.hit_tokens % 64 == 0 and r.new_tokens >= 64 for r in requests)
-
-
-def test_recorded_requests(tmp_path: Path) -> None:
-    requests, path = generate("chat", TRUTH, 5, 1), tmp_path / "requests.jsonl"
-    write_requests(requests, path)
-    assert recorded(path) == requests
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "nonsense\n",
-        "[]\n",
-        '{"arrival_ns": 1}\n',
-        '{"arrival_ns": -1, "hit_tokens": 0, "new_tokens": 1, "out_tokens": 1}\n',
-        '{"arrival_ns": 1, "hit_tokens": 0, "new_tokens": 0, "out_tokens": 1}\n',
-    ],
-)
-def test_what_is_no_recording(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"requests\.jsonl"):
-        recorded(path)
 
 
 @pytest.mark.parametrize(
