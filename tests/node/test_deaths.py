@@ -148,6 +148,30 @@ print(store.match(keys), store.stats()["reconnects"])
     assert done.stdout == "ForkedProcess " * 3 + "0 0\n", done.stderr
 
 
+def test_a_session_that_ends_after_the_plan_of_a_load_is_a_miss(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    with running(tmp_path / "agent") as agent, agent.connect(profile=None) as store:
+        memory, keys = store.allocate_memory(8), some_keys(rng, 4)
+        contents = fill(memory, range(4), rng)
+        assert store.put(keys, range(4)).wait(WAIT_S).stored == 4
+        session = store._kept.need()
+        plan = session.plan
+
+        def planned(message: Any, timeout_s: float) -> Any:
+            answer = plan(message, timeout_s)
+            session.close(0.1)
+            return answer
+
+        monkeypatch.setattr(session, "plan", planned)
+        with pytest.raises(KeyMissing):
+            store.load(keys, range(4, 8))
+        wait_until(lambda: store.match(keys) == 4)  # by a new session
+        store.load(keys, range(4, 8)).wait(WAIT_S)
+        assert [memory.read(page) for page in range(4, 8)] == contents
+
+
 def test_while_the_agent_is_away_everything_misses(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

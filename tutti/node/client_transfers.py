@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, Keys, Mask, Rows
 from tutti.base.callbacks import Guard
-from tutti.errors import AgentLost, AgentRefused, KeyMissing, TuttiError
+from tutti.errors import AgentLost, AgentRefused, KeyMissing, PoolClosed, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
@@ -200,7 +200,7 @@ class ClientLoader:
                 for _ in jobs:
                     left.end()
             progress.cancel(timeout_s)
-            if isinstance(error, AgentRefused):
+            if isinstance(error, AgentRefused | PoolClosed):  # the session may end at any moment
                 raise KeyMissing(f"{error}; compute the pages") from error
             raise
         finally:
