@@ -20,7 +20,6 @@ from tutti.scheduler.event import (
     Tick,
     WriteStopped,
 )
-from tutti.scheduler.fast_cache import FastCache
 from tutti.scheduler.loads_and_writes import Load, Profile, Write
 from tutti.scheduler.state import Decision, Policy, State
 from tutti.scheduler.state_changes import Scheduler
@@ -62,7 +61,7 @@ def snapshot(state: State) -> State:
         elif not isinstance(value, int | None):
             setattr(found, name, copy.copy(value))
     for name, value in vars(found.estimates).items():
-        if isinstance(value, Correction | FastCache):
+        if isinstance(value, Correction):
             setattr(found.estimates, name, copy.copy(value))
     return found
 

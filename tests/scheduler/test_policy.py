@@ -8,6 +8,7 @@ from scheduler.drive import Drive, Linear
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.estimates import Correction
 from tutti.scheduler.event import (
     LayerBegan,
     LayersReady,
@@ -19,7 +20,6 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.fast_cache import FastCache
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Issue, State
@@ -285,31 +285,17 @@ def test_writes_wait_for_slack_while_the_put_that_the_step_ends_with_fits(
     assert one.state.totals.dropped_pages == 0
 
 
-def test_a_cache_that_ends_is_learnt_from_two_slow_writes_and_forgotten() -> None:
-    cache, now_ns = FastCache(), 0
-
-    def write(ms: int, times: int = 1) -> None:
-        nonlocal now_ns
-        for _ in range(times):
-            now_ns += ms * MS
-            cache.measured(now_ns, ms * MS, MS)
-
-    for _ in range(20):
-        write(1, times=10)
-        write(20)  # an outlier
-        assert cache.slowed == 1 and cache.has_room_ns(MS) == 0
-    write(1, times=48)
-    write(4, times=2)
-    assert cache.slowed == 4
-    full_ns = now_ns
-    assert cache.has_room_ns(8 * MS) == full_ns + 30 * MS, "pauses of three times as long, and more"
-    now_ns += 30 * MS
-    write(1, times=2)
-    assert full_ns + 30 * MS < cache.has_room_ns(8 * MS) < now_ns + 10 * MS
-    write(20)
-    assert cache.slowed == 4, "an outlier does not change by how much"
-    write(1, times=48)
-    assert cache.slowed == 1 and cache.has_room_ns(MS) == 0
+def test_a_drive_whose_cache_has_ended_gets_no_more_than_it_can_take() -> None:
+    correction = Correction()
+    for _ in range(100):
+        correction.measured(1000, 1000)
+    assert (correction.slowed, correction.sustained) == (1.0, 1.0)
+    for _ in range(30):
+        correction.measured(1000, 4000)
+    assert 2 < correction.slowed < 4 < correction.sustained
+    for _ in range(3000):  # it was always so slow, for all that is known
+        correction.measured(1000, 4000)
+    assert correction.slowed == 1.0
 
 
 def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
-from tutti.scheduler.fast_cache import FastCache
 from tutti.scheduler.loads_and_writes import Profile
 
 _WEIGHT = 0.2
@@ -20,6 +19,8 @@ _FACTOR_MIN, _FACTOR_MAX = 1 / 8, 8.0
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
 _CONTRADICTIONS_MAX = 4
+#: How fast ``mean`` follows, how fast ``best`` forgets, and what of their quotient is noise.
+_MEAN_WEIGHT, _FORGETS, _NOISE = 0.05, 1.005, 1.2
 #: From this interference on, reads and writes take turns.
 TURNS_FROM = 2.0
 #: No layer, step or transfer takes longer: the clock jumped.
@@ -30,10 +31,29 @@ _CACHE_MAX = 4096
 
 @dataclass(slots=True)
 class Correction:
-    """Measured over expected time of one kind of work."""
+    """Measured over expected time of one kind of work.
+
+    best, mean: the smallest that was seen for long, and a slower mean.
+    """
 
     factor: float = 1.0
     contradictions: int = 0
+    best: float = 0.0  # nothing was measured
+    mean: float = 0.0
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long as at its best the work takes, since there is much of it.
+
+        So a drive whose fast cache has ended writes more in a part of the time than in all of it.
+        """
+        return max(1.0, self.mean / self.best / _NOISE) if self.best else 1.0
+
+    @property
+    def sustained(self) -> float:
+        """The factor where the work gets 1 / slowed of the time."""
+        slowed = self.slowed
+        return self.best * slowed * slowed if slowed > 1 else self.factor
 
     def measured(self, expected_ns: int, measured_ns: int) -> bool:
         """Takes one more measurement; False for an absurd one, which changes nothing.
@@ -45,6 +65,10 @@ class Correction:
         ratio, factor = measured_ns / expected_ns, self.factor
         if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
             ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
+        if not self.best:
+            self.best = self.mean = ratio
+        self.best = min(self.best * _FORGETS, max(ratio, factor))
+        self.mean += _MEAN_WEIGHT * (ratio - self.mean)
         if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:
             self.contradictions = 0
         else:
@@ -69,7 +93,6 @@ class Estimates:
         self.read = Correction()
         self.write = Correction()
         self.both = Correction()  # of the interference
-        self.cache = FastCache()
         self._bases: dict[tuple[str, int, int], int] = {}
         self._interference = 0.0  # not asked yet
 
@@ -108,9 +131,7 @@ class Estimates:
     def sustained_ns(self, write_ns: int) -> float:
         """Of a page, by the profile ``write_ns``, where writes have all time that helps them."""
         together = self.interference if self.interference < TURNS_FROM else 1.0
-        cache = self.cache
-        sustained = cache.fast * cache.slowed if cache.slowed > 1 else self.write.factor
-        return max(1.0, write_ns * sustained * together)
+        return max(1.0, write_ns * self.write.sustained * together)
 
     def layer_ns(self, tokens: int, prefix_tokens: int) -> int:
         """As layer_base_ns, corrected."""

@@ -45,7 +45,7 @@ class Limits:
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
-        device's time and bursts of ``idle_burst_us``.  Times ``FastCache.slowed``.
+        device's time and bursts of ``idle_burst_us``.
     pressing_pages: waiting pages at which all of the device's time is the writes', and from half of
         them on a share.  None: that is so when a put that is expected would not fit in time; what
         is dropped costs more than a bubble.
@@ -94,10 +94,9 @@ class SlackPolicy:
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go together with reads.
     * Pressure: writes get device time without slack where an expected put would not fit; see
-      `room.py`.  Where the drive's cache ends, they go while it has room; see `fast_cache.py`.
+      `room.py`.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
-      in ``forced_share`` of the device's time.  Where the drive's cache ends, that time is as many
-      times as long as its writes.  So a write that has k units before it and in it is
+      in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
       the time of the reads in flight (the longest window and one unit at most).
     """
@@ -186,9 +185,6 @@ class SlackPolicy:
         slack_ns = self._slack_ns(state, needed_ns)
         if slack_ns is not None and slack_ns < needed_ns:
             return self._without_slack(state, oldest, gone, turns, needed_ns)
-        room_ns = state.estimates.cache.has_room_ns(unit_ns)
-        if room_ns > state.now_ns and self._patience_ends_ns(state, oldest) > state.now_ns:
-            return replace(self._without_writes(state), wake_ns=room_ns)
         if turns and state.reading.flying:
             return NOTHING  # reads pause until the device is idle; their end decides
         budget_ns = self._burst_ns
@@ -203,12 +199,11 @@ class SlackPolicy:
         """Reads, and writes that are old or too many."""
         now_ns, pressure = state.now_ns, pressure_of(state, self.limits)
         chance_ns = state.forced_until_ns  # when writes that wait may go without slack
+        if pressure <= 0:
+            patience_ns = oldest.arrived_ns + self._write_patience_ns
+            if patience_ns > chance_ns:
+                chance_ns = patience_ns
         budget_ns, share = self._forced(state, oldest, pressure)
-        cache = state.estimates.cache
-        if pressure <= 0 or cache.slowed > 1:
-            chance_ns = max(chance_ns, self._patience_ends_ns(state, oldest))
-        if pressure > 0 and cache.slowed > 1:
-            chance_ns = min(chance_ns, cache.has_room_ns(self._idle_burst_ns))
         if chance_ns > now_ns and share < 1:
             reads: tuple[Issue, ...] = ()
             if not (turns and state.writing.flying):
@@ -223,10 +218,6 @@ class SlackPolicy:
         wake_ns = now_ns + gap_ns if writes else None
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 
-    def _patience_ends_ns(self, state: State, write: Write) -> int:
-        """When a write goes without slack.  Where the drive's cache ends, all take longer."""
-        return write.arrived_ns + round(self._write_patience_ns * state.estimates.cache.slowed)
-
     def _takes_turns(self, state: State) -> bool:
         is_known = state.now_ns - state.both_measured_ns < self._probe_ns
         return is_known and state.estimates.interference >= TURNS_FROM
@@ -236,11 +227,7 @@ class SlackPolicy:
         unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
         least = self.limits.forced_share
         if pressure > 0:
-            cache = state.estimates.cache
-            if cache.slowed > 1:  # as many as it has room for
-                burst_ns = round(self._idle_burst_ns * state.estimates.write.factor / cache.fast)
-                return max(unit_ns, burst_ns), least
-            share = min(1.0, max(pressure, least))
+            share = min(1.0, max(pressure, least) / state.estimates.write.slowed)
             burst_ns = self._burst_ns if share < 1 else self._idle_burst_ns  # no read goes between
             return max(unit_ns, burst_ns), share
         return max(unit_ns, self._idle_burst_ns), least
