@@ -55,7 +55,7 @@ COMMANDS = {
     "paths": ["bench", "paths", "--dir", "{folder}", "--out", "{fifo}"],
     "eviction": ["bench", "eviction", "--out", "{fifo}"],
     "residency": ["bench", "residency", "--dir", "{folder}", "--out", "{folder}/pipe.json"],
-    "placement's rows": ["bench", "placement", "{folder}/none", "--out", "{folder}/pipe"],
+    "placement's rows": ["bench", "placement", str(RATE), "--out", "{folder}/pipe"],
     "written workload": ["bench", "workload", "--workload", "mooncake", "--out", "{fifo}"],
 }
 
