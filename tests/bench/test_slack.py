@@ -341,7 +341,7 @@ def test_a_file_alone_is_measured_and_nothing_simulated(
     on_done = PutTicket.on_done
 
     def late(ticket: PutTicket, call: Callable[[PutTicket], None]) -> None:
-        """Whoever waits for a put goes on before its callback."""
+        """The callback runs some time after the threads that wait for the put have been woken."""
         on_done(ticket, lambda done: threading.Timer(0.3, call, (done,)).start())
 
     monkeypatch.setattr(PutTicket, "on_done", late)

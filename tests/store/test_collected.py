@@ -25,6 +25,6 @@ def test_a_closed_store_needs_no_collector() -> None:
         engine = weakref.ref(store.engine)
         store.close()
         del store
-        wait_until(lambda: engine() is None)  # the thread that closed it lets go a moment later
+        wait_until(lambda: engine() is None)  # the thread that closed it may still refer to it
     finally:
         gc.enable()

@@ -285,7 +285,7 @@ def test_blocks_of_expired_objects_whose_records_took_long_are_given_back(
 def test_parts_are_begun_in_the_order_in_which_the_scheduler_heard_of_their_puts(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: None
 ) -> None:
-    """Else a put that stopped could keep all parts from one that the scheduler lets go first."""
+    """Otherwise an older put could wait for the parts of a younger one that was stopped."""
     store, controller = cut_store(Schedule(Linear()))
     with store, ThreadPoolExecutor(1) as callers:
         controller.set_faults(Faults(stall_from=1))
