@@ -436,7 +436,7 @@ def test_demo_works_twice_and_cleans_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cli_demo, "_QUICK", TINY_DEMO)
-    folder = tmp_path / "new" / "demo"
+    folder = tmp_path / "demo"
     code, result = run_json("demo", "--dir", folder, "--quick")
     assert (code, result["wrong"]) == (0, 0)
     assert json.loads((folder / "results.json").read_text()) == result

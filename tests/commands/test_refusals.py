@@ -228,6 +228,7 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
         ("bench slack --dir /nope", 2, "cannot use /nope: No such file or directory; correct"),
         ("bench residency --dir /proc", 2, "cannot use /proc: "),
         ("bench eviction --trace nope", 2, "cannot use nope: No such file or directory; correct"),
+        ("demo --dir nope/inside", 2, "nope is not a folder; make it, or pass another --dir"),
     ],
 )
 def test_what_makes_no_sense_is_said_at_once(

@@ -70,18 +70,24 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 def run_demo(args: argparse.Namespace) -> CommandResult:
     """Measures, replays, cleans up, and keeps the results."""
     folder = Path(args.dir)
+    if not folder.parent.is_dir():
+        raise ConfigError(f"{folder.parent} is not a folder; make it, or pass another --dir")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except FileExistsError as error:
         raise ConfigError(f"{folder} is not a folder; pass another with --dir") from error
     pools = folder / _POOLS
     shutil.rmtree(pools, ignore_errors=True)  # of a demo that was killed
     size = _affordable(folder, [_QUICK] if args.quick else [_FULL, _QUICK])
     busy = os.getloadavg()[0]
+    place = ["--dir", str(pools)]
+    compared = ["--peers", *_NAMES, "--batches", "2", "--rounds", str(size.rounds)]
+    compared += ["--page-tokens", str(size.page_tokens)]
+    limits = ["--capacity", str(size.replay_nbytes), "--requests", str(size.requests)]
     pools.mkdir()
     try:
-        peers = _run(bench_module("peers.run"), _peer_arguments(size, pools))
-        replayed = _run(bench_module("replay"), _replay_arguments(size, pools))
+        peers = _run(bench_module("peers.run"), [*place, *compared])
+        replayed = _run(bench_module("replay"), [*place, *limits])
     finally:
         shutil.rmtree(pools, ignore_errors=True)
     result = {
@@ -92,7 +98,8 @@ def run_demo(args: argparse.Namespace) -> CommandResult:
     }
     (cell,) = peers["cells"].values()
     chart = str(bench_module("charts").bars_text(_charts(cell)))
-    parts = [_LABEL, chart, *_skipped(peers), _sentences(cell, replayed), *_noise(busy)]
+    skipped = [f"not compared: {name} ({why})" for name, why in peers["skipped"].items()]
+    parts = [_LABEL, chart, *skipped, _sentences(cell, replayed), *_noise(busy)]
     parts.append(_keep(result, folder))
     exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
     return CommandResult(result, "\n\n".join(parts), exit_code)
@@ -108,18 +115,6 @@ def _affordable(folder: Path, sizes: list[_Size]) -> _Size:
         f"{folder} has {format_nbytes(free_nbytes)} free, the demo wants "
         f"{format_nbytes(sizes[-1].needs_nbytes * _DISK_SHARE)}; pass another --dir"
     )
-
-
-def _peer_arguments(size: _Size, pools: Path) -> list[str]:
-    return [
-        *("--dir", str(pools), "--peers", *_NAMES, "--batches", "2"),
-        *("--page-tokens", str(size.page_tokens), "--rounds", str(size.rounds)),
-    ]
-
-
-def _replay_arguments(size: _Size, pools: Path) -> list[str]:
-    limits = ["--capacity", str(size.replay_nbytes), "--requests", str(size.requests)]
-    return ["--dir", str(pools), *limits]
 
 
 def _run(module: ModuleType, argv: list[str]) -> dict[str, Any]:
@@ -144,10 +139,6 @@ def _charts(cell: dict[str, Any]) -> list[Any]:
     bars = bench_module("charts").Bars
     heading = f"load, pages of {format_nbytes(cell['page_nbytes'])}, GB/s"
     return [bars(heading, _speeds(cell, "load")), bars("store, GB/s", _speeds(cell, "store"))]
-
-
-def _skipped(peers: dict[str, Any]) -> list[str]:
-    return [f"not compared: {name} ({why})" for name, why in peers["skipped"].items()]
 
 
 def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
