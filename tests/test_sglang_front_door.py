@@ -395,6 +395,20 @@ def test_the_launch_command_refuses_what_does_not_go_together(
     assert main([*arguments, "--mode", "hicache", "--", "--pp-size", "2"]) == 0
 
 
+@pytest.mark.parametrize("mode", [HICACHE, LINKER])
+def test_events_need_a_server_that_publishes(
+    mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
+    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    arguments += ["--mode", mode, "--option"]
+    assert main([*arguments, "kv_events=true"]) == 2
+    assert "add -- --kv-events-config" in capsys.readouterr().err
+    for more in (["--kv-events-config", "{}"], ["--kv-events-config={}"], ["--config", "c.yaml"]):
+        assert main([*arguments, "kv_events=true", "--", *more]) == 0
+    assert main([*arguments, "kv_events=false"]) == 0
+
+
 def test_a_disk_that_is_too_small_is_said_before_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -138,6 +138,12 @@ def run_command(args: argparse.Namespace) -> CommandResult:
         args.mode, args.model, options, page_size=args.page_size, layout=args.layout, own=own
     )
     check_together(args.mode, args.more)
+    passed = {word.split("=")[0] for word in args.more}
+    if options.get("kv_events") and passed.isdisjoint(("--kv-events-config", "--config")):
+        raise ConfigError(
+            "kv_events adds to the events that SGLang publishes, and the server would not start "
+            "without them; add -- --kv-events-config JSON (docs/cluster.md)"
+        )
     arguments += args.more
     capacity = parse_nbytes(args.capacity)
     command = ["python", "-m", "sglang.launch_server", *arguments]
@@ -151,19 +157,12 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     notes = [] if checked else [note]
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     notes += [] if shares is None else _share_lines(shares)
-    if not any(word.split("=")[0] == "--admin-api-key" for word in args.more):
+    if "--admin-api-key" not in passed:
         notes.append(_NO_ADMIN_KEY)
     text += "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
-    result = {
-        "command": command,
-        "environment": environment,
-        "checked": checked,
-        "note": note,
-        "notes": notes,
-        "dealt": dealt,
-    }
-    return CommandResult(result, text)
+    result = {"command": command, "environment": environment, "checked": checked, "note": note}
+    return CommandResult({**result, "notes": notes, "dealt": dealt}, text)
 
 
 def _check_space(folders: Sequence[str], capacity: int) -> None:
@@ -237,9 +236,7 @@ def _agent(path: str) -> CheckResult:
     except TuttiError as error:
         return CheckResult("agent", "fails", str(error))
     free, capacity = stats["free_objects"], stats["capacity_objects"]
-    return CheckResult(
-        "agent", "ok", f"answers; {free} of the {capacity} slots of its pool are free"
-    )
+    return CheckResult("agent", "ok", f"answers; {free} of {capacity} slots of its pool are free")
 
 
 def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
@@ -315,9 +312,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     plugins = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     if PLUGIN not in plugins:
-        yield CheckResult(
-            "plugin", "fails", "not registered; install tutti with pip, not by a path"
-        )
+        yield CheckResult("plugin", "fails", "not registered; install tutti with pip, not by path")
     elif allowed and PLUGIN not in allowed:
         yield CheckResult("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
     else:
