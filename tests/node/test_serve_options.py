@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -127,6 +128,21 @@ def test_a_path_that_no_socket_can_have(
         assert says in capsys.readouterr().err
     with pytest.raises(ConfigError, match=says):
         tutti.connect(path)
+
+
+def test_a_pool_is_served_with_the_size_that_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    tutti.format(paths, LAYOUT, "64MiB")
+    for other in ("1GiB", "32MiB"):
+        words = ["--socket", str(tmp_path / "s"), "--capacity", other]
+        assert main(["serve", *paths, *words]) == 2
+        assert re.search("a has 6.* MiB, .*`tutti resize`", capsys.readouterr().err)
+    end(start_process(tmp_path / "s", None, *paths, "--capacity", "64MiB"))
+    Path(paths[1]).unlink()
+    options = ("--degraded", "yes", "--capacity", "64MiB")
+    end(start_process(tmp_path / "s", None, paths[0], *options))
 
 
 def test_a_flag_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:

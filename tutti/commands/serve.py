@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
@@ -102,13 +103,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         type=nbytes,
         default=0,
         metavar="SIZE",
-        help="limit on the total size of the pools that clients create in the folder",
+        help="limit on the total size of the pools in the folder; PATH keeps its own size",
     )
     parser.add_argument(
-        "--socket",
-        required=True,
-        metavar="PATH",
-        help="Unix socket to listen on (mode 0600)",
+        "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
     )
     parser.add_argument(
         "--metrics",
@@ -178,11 +176,25 @@ def run(args: argparse.Namespace) -> CommandResult:
                 collectors = (StoreCollector(pools.stores), AgentCollector(agent))
                 stack.enter_context(published(args.metrics, *collectors))
             pools.open_given()
+            if args.paths and args.capacity:
+                _check_capacity(pools, args.capacity)
             _serve(agent, path)
     finally:
         pools.close()
     result = dict(vars(agent.counters))
     return CommandResult(result, facts(list(result.items())))
+
+
+def _check_capacity(pools: AgentPools, capacity: int) -> None:
+    """Raises ConfigError where the only pool was not made with this capacity."""
+    ((name, store),) = pools.stores().items()
+    own, members = store.geometry, store.members.count
+    next_nbytes = replace(own, groups=own.groups + 1).member_nbytes
+    if not own.member_nbytes <= capacity // members < next_nbytes:
+        raise ConfigError(
+            f"{name} has {format_nbytes(members * own.member_nbytes)}, --capacity is"
+            f" {format_nbytes(capacity)}; leave it out, or change the pool with `tutti resize`"
+        )
 
 
 def _remote(url: str | None) -> RemoteConfig | None:
@@ -247,6 +259,4 @@ def _group(name: str | None) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as error:
-        raise ConfigError(
-            f"the group {name!r} does not exist; name one of `getent group`"
-        ) from error
+        raise ConfigError(f"no group is called {name!r}; see `getent group`") from error
