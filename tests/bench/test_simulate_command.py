@@ -137,7 +137,7 @@ def test_a_profile_replaces_compute_and_drive(
         (["--rates"], "no times of its own"),
         (["--rates", "0"], "positive rate"),
         (["--warm", "99", "--rates", "1"], "leaves nothing"),
-        (["--calibration", "/nowhere.json", "--rates", "1"], "cannot read the calibration"),
+        (["--calibration", "/nowhere.json", "--rates", "1"], "cannot use /nowhere.json"),
         (["--profile", "/nowhere.json", "--rates", "1"], "cannot read"),
     ],
 )

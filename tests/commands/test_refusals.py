@@ -228,6 +228,11 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
         ("bench slack --dir /nope", 2, "cannot use /nope: No such file or directory; correct"),
         ("bench residency --dir /proc", 2, "cannot use /proc: "),
         ("bench eviction --trace nope", 2, "cannot use nope: No such file or directory; correct"),
+        ("bench slack --recorded nope", 2, "cannot use nope: No such file or directory; correct"),
+        ("simulate --data nope", 2, "cannot use nope: No such file or directory; correct"),
+        ("simulate --workload mooncake --data .", 2, "cannot use .: not a regular file; "),
+        ("simulate --calibration nope", 2, "cannot use nope: No such file or directory; correct"),
+        ("bench workload --workload leval --data .", 2, "no .jsonl of any task below "),
         ("demo --dir nope/inside", 2, "nope is not a folder; make it, or pass another --dir"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -115,6 +116,7 @@ _EVICTION_EXAMPLE = """\
 The exit code is 1 when a policy misses its required hit rate."""
 
 _SYNTHETIC = "synthetic"  # instead of the file of a trace
+_READ = ("trace", "recorded", "calibration", "data")
 
 
 def bench_module(name: str) -> ModuleType:
@@ -142,12 +144,13 @@ def _check_places(args: argparse.Namespace, *, makes_dir: bool) -> None:
     for option in ("path", "medium", "dir"):
         places = list(dict.fromkeys(map(str, _given(args, option))))
         check_unlabelled([p for p in places if is_device(p)], getattr(args, "force", []))
+    folders = [] if getattr(args, "workload", "") == "mooncake" else _given(args, "data")
     try:
         for place in () if makes_dir else places:
             if not is_device(place):
                 tempfile.TemporaryFile(dir=place).close()
-        for place in _given(args, "trace"):
-            if place != _SYNTHETIC:
+        for place in [p for option in _READ for p in _given(args, option)]:
+            if place != _SYNTHETIC and not (place in folders and os.path.isdir(place)):
                 open_regular(place).close()
     except OSError as error:
         error.filename = place
