@@ -40,21 +40,18 @@ class PeerPlan:
         return BATCH_PAGES * self.page_nbytes
 
     @property
-    def capacity_nbytes(self) -> int:
-        """For a pool that evicts what was used least recently.
+    def kept_nbytes(self) -> int:
+        """What every peer keeps on the disk, whose host caches a part of it.
 
-        Loading an old batch makes it a recent one, so others go before it; twice the room keeps
-        all batches that are asked for.
+        Loading a batch makes it a recent one, so as many that nobody asks for again stay in a pool
+        that evicts what was not used for longest.
         """
-        return (2 * self.batches + 1) * self.batch_nbytes
+        return (2 * self.batches - 1) * self.batch_nbytes
 
     @property
-    def kept_nbytes(self) -> int:
-        """For peers that keep a file for each page: the batches that are asked for, and one more.
-
-        All peers lie on one disk at the same time.
-        """
-        return (self.batches + 1) * self.batch_nbytes
+    def capacity_nbytes(self) -> int:
+        """Of a pool with `eviction="lru"`, which keeps some slots free."""
+        return self.kept_nbytes + self.batch_nbytes // 2
 
     def to_json(self) -> str:
         """For the command line."""

@@ -71,7 +71,8 @@ class StorePeer(PlainPeer):
     def open(self) -> None:
         """Formats and opens the pool."""
         tutti.format(self._paths, self._layout, self._plan.capacity_nbytes)
-        self._store = tutti.open(self._paths, self._layout)
+        config = tutti.StoreConfig(eviction="lru")
+        self._store = tutti.open(self._paths, self._layout, config=config)
         self._store.register(self._memory)
 
     def close(self) -> None:

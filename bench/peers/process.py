@@ -47,6 +47,7 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
         "allow_unwatched_weights": True,
         "path": [plan.directory, *plan.others] if plan.others else plan.directory,
         "capacity": plan.capacity_nbytes,
+        "eviction": "lru",
     }
     if plan.host_pages:
         tutti_options["hugepages"] = "off"  # the bench has done it, for all peers alike
