@@ -139,10 +139,9 @@ class ObjectStore(Owned, Store):
                 self._reclaimer,
                 found_as,
                 proven=clean,
-                before_ready=self.residency.plan_opening,
+                before_ready=(self.residency.plan_opening, self.catalogue.recount),
             )
-            arguments = (self._core, self.catalogue, recovering)
-            recovery = threading.Thread(target=_recover, args=arguments, daemon=True)
+            recovery = threading.Thread(target=_recover, args=(self._core, recovering), daemon=True)
             self._resources.recovery = recovery
             start_thread(recovery, "tutti-recovery")
             if clean:
@@ -429,10 +428,9 @@ def open(
     return store
 
 
-def _recover(core: Core, catalogue: Catalogue, recovering: Callable[[], None]) -> None:
+def _recover(core: Core, recovering: Callable[[], None]) -> None:
     try:
         recovering()
-        catalogue.recount()
     except BaseException as error:
         with core.lock:
             core.failure = error

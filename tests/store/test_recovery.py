@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from tutti.errors import (
 from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.medium.superblock import Superblock
 from tutti.store import ObjectStore
+from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadProgress
 
@@ -415,6 +417,18 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
     controller.set_faults(Faults())
     with store:
         check_all(store, keys, contents)
+
+
+def test_what_is_pinned_counts_once_recovery_is_done(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, keys, _ = filled(rng, clean=True)
+    store = opened(images)
+    assert store.catalogue.pin(keys[:3]) == 3
+    images, recount = left_by(store, clean=False), Catalogue.recount
+    monkeypatch.setattr(Catalogue, "recount", lambda one: (time.sleep(0.2), recount(one)))
+    with recovered(images) as again:
+        assert again.stats()["pinned_objects"] == 3
 
 
 def test_unproven_objects_stay_unproven_over_a_close(rng: np.random.Generator) -> None:

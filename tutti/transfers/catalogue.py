@@ -179,10 +179,9 @@ class Catalogue(Owned):
         return self._change(keys, expiry=expiry)
 
     def recount(self) -> None:
-        """After recovery: what is pinned counts, and what expires is watched."""
-        with self._core.lock:
-            self._core.lookup_pins.reserved = int(np.count_nonzero(self._core.index.pinned))
-            self.expiry.watch(bool(self._core.index.expiry.any()))
+        """After recovery: what is pinned counts, and what expires is watched.  Lock held."""
+        self._core.lookup_pins.reserved = int(np.count_nonzero(self._core.index.pinned))
+        self.expiry.watch(bool(self._core.index.expiry.any()))
 
     def _resident(self, keys: Keys) -> Slots:
         """Distinct slots of keys that are there, ascending.  Lock held."""

@@ -40,7 +40,7 @@ def recover(
     found_as: Sequence[Superblock | None],
     *,
     proven: bool,
-    before_ready: Callable[[], None],
+    before_ready: Sequence[Callable[[], None]],
 ) -> None:
     """Fills the index.
 
@@ -60,7 +60,8 @@ def recover(
     with core.lock:
         core.sequence = max(core.sequence, members.next_sequence, top + 1)
         _take_over(core, reclaimer, entries, proven)
-        before_ready()
+        for call in before_ready:
+            call()
         core.ready = True
         core.changed.notify_all()
 
