@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Mask, Rows, Slots
 from tutti.base.checks import whole
-from tutti.errors import ConfigError
+from tutti.errors import CapacityError, ConfigError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
@@ -123,10 +123,12 @@ class PutGrant:
     """How many layers of a part may be written by now, also by jobs that begin later.
 
     first: of the part's rows, in those of its put.  done: rows that are known to be written.
+    error: why a job could not be granted; it was cancelled.
     """
 
     def __init__(self, first: int) -> None:
         self.first, self.done = first, 0
+        self.error: CapacityError | None = None
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
         self._grant: tuple[int, int, Callable[[], None] | None] = (0, 0, None)
@@ -135,16 +137,23 @@ class PutGrant:
         """A held job that writes some of the part."""
         with self._lock:
             self._jobs.append(job)
-            job.grant(*self._grant)
+            self._tell(job)
 
     def set(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
         """See Job.grant."""
         with self._lock:
             if on_ready is None and self._grant == (layers, report_at, None):
                 return
-            for job in self._jobs:
-                job.grant(layers, report_at, on_ready)
             self._grant = layers, report_at, on_ready
+            for job in self._jobs:
+                self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        try:
+            job.grant(*self._grant)
+        except CapacityError as error:
+            self.error = error
+            job.cancel()
 
     @property
     def is_over(self) -> bool:
@@ -163,7 +172,7 @@ class PutPart(NamedTuple):
     """Rows (m,) of a put, ascending, that are started together.
 
     progress: of the whole put.  ended: called once, when all of these rows have their outcome, with
-    the error for which they could not be started, or None.  grant: None to write all at once.
+    the error of their start or grant, or None.  grant: None to write all at once.
     """
 
     request: PutRequest
@@ -381,7 +390,7 @@ class PutTogether:
             if self._left:
                 return
         for part in self._parts:
-            part.ended(part, None)
+            part.ended(part, None if part.grant is None else part.grant.error)
 
     def refuse(self, error: BaseException) -> None:
         """Nothing of it could be started."""

@@ -121,7 +121,7 @@ class PutProgress:
 
     begun_s: monotonic; now unless it is given.
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
-    refusal: what the pool raised when a part of the put was started.
+    refusal: what the pool raised when a part of the put was started or granted.
     slots: of pages that came before others of the put.  is_cut: there was no space for all,
     or a limit (cut_by) keeps the rest from being written.  is_lost: an agent did not answer.
     """
@@ -136,7 +136,6 @@ class PutProgress:
         self._guard = guard or Guard()
         self._latency = latency
         self._begun_s = begun_s or time.monotonic()
-        self._parts = 1  # the submission itself
         self._lock = threading.Lock()
         self._done = Latch()
         self._callbacks: list[Callable[[PutProgress], None]] = []
@@ -163,27 +162,17 @@ class PutProgress:
                 return
         self._guard.call("a callback of a put", callback, self)
 
-    def add_part(self) -> None:
-        """One more batch belongs to this put."""
-        with self._lock:
-            self._parts += 1
-
-    def fail(self, rows: Rows, status: int | U32) -> None:
-        """These keys were not stored; ``status`` is the reason."""
-        self.outcome[rows] = Outcome.FAILED
-        self.status[rows] = status
-
     def refuse(self, rows: Rows, error: BaseException) -> None:
-        """The put of these keys could not be started."""
-        self.fail(rows, error_status(error))
-        if isinstance(error, TuttiError) and error_status(error) == STATUS_INTERNAL_ERROR:
+        """The put of these keys could not be started, or not go on."""
+        status = error_status(error)
+        self.outcome[rows], self.status[rows] = Outcome.FAILED, status
+        if isinstance(error, TuttiError) and status == STATUS_INTERNAL_ERROR:
             self.refusal = error
 
     def end_part(self) -> None:
-        """A batch ended."""
+        """All keys have their outcome."""
         with self._lock:
-            self._parts -= 1
-            if self._parts:
+            if self._done.is_set():
                 return
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()

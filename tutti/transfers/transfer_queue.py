@@ -460,7 +460,7 @@ class TransferQueue(Owned):
         return waiting
 
     def _ended(self, put: QueuedPut, part: PutPart, error: BaseException | None) -> None:
-        """Rows have their outcome.  What waits behind those that could not be started fails too."""
+        """Rows have their outcome.  After an error, what waits behind them fails too."""
         rows, dispatcher = part.rows.size, self.dispatcher
         assert dispatcher is not None, "it decided on them"
         if error is not None:
