@@ -71,8 +71,14 @@ def test_python_started_in_the_folder_above_the_clone(tmp_path: Path) -> None:
 
 def test_no_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = sentence(capsys, "format", tmp_path / "p", "--capacity", "900TiB", *SMALL)
-    assert "free" in said
+    assert "no room for 900 TiB" in said and "are free; free space" in said
     assert not (tmp_path / "p").exists()
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    said = sentence(capsys, "format", tmp_path / "file" / "p", "--capacity=32MiB", *SMALL)
+    assert f"{tmp_path}/file is a file, not a folder; correct the path" in said
 
 
 def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

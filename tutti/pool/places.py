@@ -121,8 +121,8 @@ def check_distinct(names: Sequence[str]) -> None:
             )
 
 
-def check_free(names: Sequence[str], member_nbytes: int) -> None:
-    """Raises CapacityError where new files of this size do not fit on their file systems."""
+def check_free(names: Sequence[str], member_nbytes: int, asked_nbytes: int) -> None:
+    """Raises CapacityError where new files do not fit, of ``asked_nbytes`` each by the caller."""
     wanted: dict[int, list[str]] = {}
     for name in names:
         folder = os.path.dirname(os.path.abspath(name))
@@ -130,10 +130,10 @@ def check_free(names: Sequence[str], member_nbytes: int) -> None:
             wanted.setdefault(os.stat(folder).st_dev, []).append(name)
     for files in wanted.values():
         room = os.statvfs(os.path.dirname(os.path.abspath(files[0])))
-        free, needed = room.f_bavail * room.f_frsize, len(files) * member_nbytes
-        if room.f_blocks and needed > free:
+        free = room.f_bavail * room.f_frsize
+        if room.f_blocks and len(files) * member_nbytes > free:
             raise CapacityError(
-                f"no room for {format_nbytes(needed)} in {', '.join(files)}:"
+                f"no room for {format_nbytes(len(files) * asked_nbytes)} in {', '.join(files)}:"
                 f" {format_nbytes(free)} are free; free space or choose a smaller capacity"
             )
 

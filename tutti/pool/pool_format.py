@@ -89,9 +89,11 @@ def format(
     for name in names:
         if os.path.isdir(name):
             raise PoolExists(f"{name} is a folder; name a file in it")
+        if os.path.isfile(folder := os.path.dirname(name)):
+            raise PoolNotFound(f"{folder} is a file, not a folder; correct the path {name}")
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or use --force to overwrite it")
-    check_free([_place_of(name) for name in names], geometry.member_nbytes)
+    check_free([_place_of(name) for name in names], geometry.member_nbytes, nbytes // len(names))
     made: list[ReservedFile] = []
     try:
         with contextlib.ExitStack() as claims:
