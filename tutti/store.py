@@ -356,8 +356,11 @@ class ObjectStore(Owned, Store):
         self.catalogue.expiry.watch(True)
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
-        self._core.check_open()
-        return self._chosen(memory, self._resources.memories).memory
+        core, known = self._core, self._resources.memories
+        if memory is None and len(known) == 1 and not core.closing and core.failure is None:
+            return known[0].memory
+        core.check_open()
+        return self._chosen(memory, known).memory
 
 
 @system_errors()

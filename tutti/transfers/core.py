@@ -257,7 +257,7 @@ class Core(InFlight):
     def expect(self, pages: int) -> None:
         """A put may bring so many pages soon: there should be room for them.  Lock held."""
         slots = expected_slots(self.index.slots, pages)
-        if slots > self.expected and self.allocator.free_slots < self._reserve + slots:
+        if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots
             self.wake.release()
 

@@ -136,7 +136,7 @@ class Loader:
         """Starts a load; see ObjectStore.load.  admit: see Core.admitted."""
         core = self._core
         with core.lock:
-            if admit:
+            if admit and not core.ready:
                 core.wait_admitted(core.config.timeout_s, memory)
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin(memory)

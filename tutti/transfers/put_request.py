@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Keys, Mask, Rows, Slots
+from tutti.base.arrays import U32, U64, Keys, Rows, Slots
 from tutti.base.checks import whole
 from tutti.errors import CapacityError, ConfigError
 from tutti.gio_uring.iocb import PagedMemory
@@ -269,22 +269,14 @@ class QueuedPut:
     request: PutRequest
     progress: PutProgress
     left: int
+    rows: Rows
     name: str = ""
-    rows: Rows = field(default_factory=lambda: NO_ROWS)
     granted: int = 0
     launched: int = 0
     ended: int = 0
     written: int = 0
     is_free: bool = False
     open: OpenParts | None = None
-
-    def take(self, every: Rows, absent: Mask | None) -> Rows:
-        """Keeps the rows that are to be written, which are absent (None: all); the others."""
-        if absent is None:
-            self.rows = every
-            return NO_ROWS
-        self.rows = np.flatnonzero(absent)
-        return np.flatnonzero(~absent)
 
     def lost_and_there(self, rows: Rows) -> tuple[int, int]:
         """Of rows that are over: how many were not stored, and how many were there before."""
@@ -305,12 +297,12 @@ class PutTogether:
     """
 
     def __init__(self, parts: Sequence[PutPart]) -> None:
-        self._parts = parts
-        self.grant = parts[0].grant if len(parts) == 1 else None
+        self._parts, self._lock = parts, threading.Lock()
         self._left = 1  # the submission itself, then batches
-        self._lock = threading.Lock()
-        requests = [part.request.take(part.rows) for part in parts]
-        self.request = requests[0] if len(parts) == 1 else PutRequest.merge(requests)
+        self.grant, self.request = parts[0].grant, parts[0].request.take(parts[0].rows)
+        if len(parts) > 1:
+            self.grant = None
+            self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""

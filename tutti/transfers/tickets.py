@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -182,8 +183,7 @@ class PutProgress:
             self._guard.call("a callback of a put", callback, self)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPart:
+class LoadPart(NamedTuple):
     """Some pages of a load, moved by one job: ``rows`` are their positions, None for all."""
 
     job: Transfer
@@ -328,12 +328,11 @@ class LoadProgress:
     def status(self, otherwise: int = 0) -> U32:
         """Why a key failed so far, else 0: u32 (keys,); ``otherwise`` for one without a job."""
         parts = self.parts
-        if len(parts) == 1 and (parts[0].rows is None or parts[0].rows.size == self.keys):
-            status = parts[0].job.page_status
-        else:
-            status = np.full(self.keys, otherwise, np.uint32)
-            for part in parts:
-                status[part.rows] = part.job.page_status
+        if len(parts) == 1 and parts[0].rows is None:  # no record was read
+            return parts[0].job.page_status
+        status = np.full(self.keys, otherwise, np.uint32)
+        for part in parts:
+            status[part.rows] = part.job.page_status
         if np.count_nonzero(self.record_status) == 0:
             return status
         return np.where(self.record_status == 0, status, self.record_status)

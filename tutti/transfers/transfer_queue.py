@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from tutti.scheduler.loads_and_writes import LoadKind, report_at
 from tutti.scheduler.state import Issue
 from tutti.transfers.in_flight import InFlight
 from tutti.transfers.loader import QueuedLoad, are_passed
-from tutti.transfers.put_request import OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
+from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
@@ -95,22 +95,25 @@ class TransferQueue(Owned):
 
         One that is longer than what may wait goes at once: to drop it would free nothing.
         """
-        core, dispatcher = self._core, self.dispatcher
-        now = np.arange(len(request.keys), dtype=np.int64)
+        core, dispatcher, n = self._core, self.dispatcher, len(request.keys)
+        now = np.arange(n, dtype=np.int64)
         with core.lock:
-            core.wait_admitted(core.config.timeout_s, request.memory)
-            progress = PutProgress(len(request.keys), core.guard, core.store_latency)
-            put = QueuedPut(request, progress, len(request.keys))
+            if not core.ready:
+                core.wait_admitted(core.config.timeout_s, request.memory)
+            progress = PutProgress(n, core.guard, core.store_latency)
+            put = QueuedPut(request, progress, n, now)
             core.begin(request.memory)
             if dispatcher is not None and self._most:
                 absent = core.absent(request.keys)
-                count = now.size if absent is None else np.count_nonzero(absent)
+                count = n if absent is None else np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
                         # What is there costs the device nothing: no reason to wait.
                         put.name = f"{self._prefix}{next(self._numbers)}"
-                        now = put.take(now, absent)
-                        if self._can_stop(put):
+                        put.rows = now if absent is None else np.flatnonzero(absent)
+                        now = NO_ROWS if absent is None else np.flatnonzero(~absent)
+                        is_long = count * core.object_nbytes >= LONG_NBYTES
+                        if is_long and count >= 2 * self._short and request.memory.path is None:
                             put.open = OpenParts(core.layers, self._open)
                         self._puts[put.name] = put
         error = self._put_now(put, now) if now.size or not put.name else None
@@ -154,12 +157,12 @@ class TransferQueue(Owned):
         admit: bool = True,
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load, Loader.load."""
-        core, dispatcher = self._core, self.dispatcher
-        if dispatcher is None or not len(keys) or self._stopping or dispatcher.is_issued(batch):
+        core, dispatcher, n = self._core, self.dispatcher, len(keys)
+        if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
             return self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
         name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
         load = QueuedLoad(name, core.layers)
-        nbytes = core.geometry.slice_nbytes * len(keys)
+        nbytes = core.geometry.slice_nbytes * n
         known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
             load.due = threading.Event()
@@ -216,9 +219,10 @@ class TransferQueue(Owned):
     def _over(self) -> int:
         """Loads that have ended, as their callers know, and whose end was not added yet."""
         progress = self._alone[1]
-        with suppress(TuttiError):  # a lost context of a GPU, which the load's caller is told
+        try:
             return int(progress is not None and progress.is_done())
-        return 0
+        except TuttiError:  # a lost context of a GPU, which the load's caller is told
+            return 0
 
     def _release_load(self, load: QueuedLoad) -> None:
         """It waits for no more decisions."""
@@ -351,7 +355,8 @@ class TransferQueue(Owned):
             rows = end - put.launched if put.open is None else self._part_rows(put)
             first, put.launched = put.launched, put.launched + rows
             grant = None if put.open is None else put.open.add(first, rows)
-            taken, ended = put.rows[first : put.launched], partial(self._ended, put)
+            taken = put.rows if rows == put.rows.size else put.rows[first : put.launched]
+            ended = partial(self._ended, put)
             parts.append(PutPart(put.request, taken, put.progress, ended, grant))
         if put.open is not None:
             put.open.grant(end, partial(self._progressed, put))
@@ -363,11 +368,6 @@ class TransferQueue(Owned):
             for put in self._puts.values():
                 if put.launched < put.granted:
                     self._parts += self._launch(put, put.granted)
-
-    def _can_stop(self, put: QueuedPut) -> bool:
-        """Whether it is long enough to be stopped within."""
-        rows, nbytes = put.rows.size, put.rows.size * self._core.object_nbytes
-        return nbytes >= LONG_NBYTES and rows >= 2 * self._short and put.request.memory.path is None
 
     def _part_rows(self, put: QueuedPut) -> int:
         """Of the next part: one batch of the writer, UNIT_NBYTES a layer, no short rest."""
@@ -492,9 +492,9 @@ class TransferQueue(Owned):
     def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
         """A load has ended, or could not be started."""
         layers = load.layers if ended and load.granted == load.layers else 0
-        with self._turn:
-            self._loads.pop(load.name, None)
-            self._turn.notify_all()
+        with self._lock:
+            if self._loads.pop(load.name, None) is not None:
+                self._turn.notify_all()
             if self._alone[0] == load.name:
                 self._alone = "", None
         dispatcher.note(LoadGone(dispatcher.now_ns(), load.name, layers))

@@ -118,9 +118,10 @@ class Writer:
                 if 0 in together.request.depths.tolist():
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
-                put = None
-                if all(part.rows.size == len(part.request.keys) for part in parts):
-                    put = self._quick.start(together, self._quick_ended)
+                is_whole = together.request is parts[0].request or all(
+                    part.rows.size == len(part.request.keys) for part in parts
+                )
+                put = self._quick.start(together, self._quick_ended) if is_whole else None
                 if put is not None:
                     put.flushes_failed = self._flushes_failed
                     self.active += 1
