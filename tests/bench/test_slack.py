@@ -25,9 +25,9 @@ from tutti.bench.simulate.hardware import SimulatedMachine, drive_names, gpu_nam
 from tutti.bench.slack import report as slack_report
 from tutti.bench.slack import run as slack
 from tutti.bench.slack.conditions import _STEP_NS as CACHE_STEP_NS
-from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
+from tutti.bench.slack.conditions import CONDITIONS, UNCORRECTED
 from tutti.bench.slack.server import LayeredServer, Noise, Uncorrected
-from tutti.bench.slack.workload import SlackRequest, generate
+from tutti.bench.slack.workload import SlackRequest, generate, write_requests
 from tutti.errors import ConfigError
 from tutti.medium.layout import KVLayout
 from tutti.profiles import at_open
@@ -71,18 +71,29 @@ def test_a_run_is_the_same_every_time(seed: int) -> None:
     assert run_once("slack", TRUTH, requests, LIMITS, seed) == first
 
 
-def test_a_lone_load_waits_as_long_as_arithmetic_says() -> None:
-    """One request alone: the pipeline of loads and layers has a closed form."""
-    model, request = TRUTH.model, SlackRequest(0, 32_768, 64, 1)
+def test_a_lone_load_waits_as_long_as_arithmetic_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request alone, by the command: the pipeline of loads and layers has a closed form."""
+    model, request = TRUTH.model, SlackRequest(0, 32_768, 1024, 2)
     layer_nbytes = request.hit_tokens * model.token_nbytes // model.layers
     load_s = layer_nbytes / TRUTH.drive.read_bytes_per_s
     compute_s = TRUTH.layer_us(request.new_tokens, request.hit_tokens) / 1e6
     assert load_s > compute_s
-    policy, profile = slack.policy_of("slack", TRUTH, LIMITS)
-    measured = LayeredServer(TRUTH, [request], policy, profile, noise=Noise(0, 0), seed=0).run()
-    expected_s = load_s + (model.layers - 1) * (load_s - compute_s)
-    assert measured.bubble_s == pytest.approx(expected_s, rel=0.02)
-    assert measured.first_token_s == [pytest.approx(expected_s + 32 * compute_s, rel=0.02)]
+    whole_s, layered_s = model.layers * load_s, load_s + (model.layers - 1) * (load_s - compute_s)
+    assert whole_s > 1.4 * layered_s
+    recording = tmp_path / "requests.jsonl"
+    write_requests([request], recording)
+    monkeypatch.setattr(slack, "Noise", partial(Noise, 0, 0))
+    args = arguments(recorded=recording, drives=drive_names()[:1], gpus=["H100"])
+    args.conditions = ["steady"]
+    (row,) = slack.run(args, progress)["rows"]
+    assert set(row["policies"]) == set(slack.POLICIES)
+    for name, found in row["policies"].items():
+        waits_s = whole_s if name == "whole" else layered_s
+        assert found["bubble_s"] == pytest.approx(waits_s, rel=0.02), name
+        first_token_s = waits_s + model.layers * compute_s
+        assert found["first_token_s"] == pytest.approx(first_token_s, rel=0.02), name
 
 
 def test_slack_waits_less_than_none_where_writes_are_in_the_way() -> None:
@@ -427,14 +438,17 @@ def test_a_server_with_the_limits_of_the_linker_is_decided_by_what_it_says_of_it
     assert found["dropped_pages"] > 0
 
 
-def test_an_interference_that_is_never_corrected_stays() -> None:
-    truth = machine("D5-P5336", "H100")
-    requests = generate("agents", truth, 20, 1)
-    believed = PROFILES[UNCORRECTED[0]](truth)
-    server = LayeredServer(truth, requests, SlackPolicy(LIMITS), believed, noise=Noise(), seed=1)
+def test_the_true_interference_is_no_worse_than_a_small_one_that_is_never_corrected() -> None:
+    truth, limits = machine("D5-P5336", "H100"), Limits(locked_pages=512, staged_pages=512)
+    requests, name = generate("documents", truth, 200, 0), UNCORRECTED[0]
+    policy, believed = slack.policy_of(name, truth, limits)
+    server = LayeredServer(truth, requests, policy, believed, noise=Noise(), seed=0)
     server.state.estimates.both = Uncorrected()
-    server.run()
+    wrong = slack.numbers(server.run())
     assert server.state.estimates.interference == 1.2 < truth.interference
+    found = run_once("slack", truth, requests, limits, 0)
+    assert found["bubble_s"] <= wrong["bubble_s"]
+    assert found["stored_pages"] >= wrong["stored_pages"]
 
 
 def test_all_parameters_have_a_source() -> None:
