@@ -34,7 +34,6 @@ _TRACES = ("bench/traces.py", "bench/belady.py")
 _RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency", *_PLACES)
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
-_SLACK = ("tutti/scheduler", *_DRIVE, "bench/slack")
 
 _BANDWIDTH = (
     *(*_TRANSFERS, *_RIG, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
@@ -60,7 +59,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "bandwidth": (*_BANDWIDTH, _GPU),
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
     "contexts": _BANDWIDTH,  # in host memory
-    "decisions": (*_TRANSFERS, *_SLACK),
+    "decisions": (
+        *(*_TRANSFERS, *_DRIVE, "bench/slack/decisions.py", "bench/slack/file.py"),
+        *(f"bench/slack/{n}.py" for n in ("conditions", "lower_bound", "server", "workload")),
+    ),
     "eviction": (
         *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
         *(f"kernels/native/{name}.cpp" for name in ("allocator", "index", "reuse")),
@@ -116,8 +118,8 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "simulate": _SIMULATOR,
-    "slack": (*_SLACK, "tutti/profiles/at_open.py"),  # the limits of stores
-    "slack-file": (*_TRANSFERS, *_SLACK),
+    "slack": ("tutti/scheduler", *_DRIVE, "bench/slack", "tutti/profiles/at_open.py"),  # limits
+    "slack-file": (*_TRANSFERS, "bench/slack/file.py"),
     "soak": ("kernels", "tutti", "tests/soak"),
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
     "soak-threads": (*_RING_SOAK, "tests/native/ring_stress.cpp"),
