@@ -67,8 +67,6 @@ _METRICS = (
     *("prediction_error", "forced_pages", "decode_rest_s"),
 )
 
-#: What writes delay reads by under that estimate.
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench slack`."""
@@ -80,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, default=200, help="requests per run")
     parser.add_argument("--seeds", type=int, default=3, help="random repetitions of each case")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first of them")
     parser.add_argument(
         "--conditions",
         nargs="+",
@@ -113,19 +112,21 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
     Raises ConfigError for names that are not known and for unacceptable numbers.
     """
-    if min(args.requests, args.seeds, args.rounds) < 1 or args.backlog_pages < 0:
-        raise ConfigError("--requests, --seeds and --rounds count from 1, --backlog-pages from 0")
+    if min(args.requests, args.seeds, args.rounds) < 1:
+        raise ConfigError("--requests, --seeds and --rounds count from 1")
+    seeds = range(args.first_seed, args.first_seed + (1 if args.recorded else args.seeds))
+    if TUNING_SEED in seeds:
+        raise ConfigError(f"`fixed` is tuned on seed {TUNING_SEED}; choose seeds without it")
     limits = Limits(locked_pages=args.backlog_pages, staged_pages=args.backlog_pages)
     workloads = ["recorded"] if args.recorded else list(args.workloads)
-    seeds = 1 if args.recorded else args.seeds
     names = (*POLICIES, *args.wrong)
     cells = list(itertools.product(args.conditions, args.drives, args.gpus, workloads))
     rows = []
-    with progress("slack", len(cells) * seeds * len(names)) as bar:
+    with progress("slack", len(cells) * len(seeds) * len(names)) as bar:
         for condition, drive, gpu, workload in cells:
             cell = _Cell(machine(drive, gpu), workload, condition, limits, args.recorded)
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-            for seed in range(seeds):
+            for seed in seeds:
                 requests = cell.requests(args.requests, seed)
                 for name in names:
                     runs[name].append(cell.run(name, requests, seed))
@@ -141,7 +142,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "simulated": bool(rows),  # the file alone is measured
         "rows": rows,
         "requests": args.requests,
-        "seeds": seeds,
+        "seeds": len(seeds),
+        "first_seed": args.first_seed,
         "wrong": list(args.wrong),
         "noise": asdict(Noise()),
         "limits": asdict(limits),

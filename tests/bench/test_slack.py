@@ -280,7 +280,7 @@ def test_the_result_has_every_cell() -> None:
     args = arguments(
         drives=drive_names()[:1], gpus=["H100"], workloads=["cold", "agents"], requests=2, seeds=1
     )
-    args.conditions = ["steady"]
+    args.conditions, args.first_seed = ["steady"], 7
     result = slack.run(args, progress)
     assert [row["workload"] for row in result["rows"]] == ["cold", "agents"]
     assert result["simulated"] is True
@@ -288,6 +288,9 @@ def test_the_result_has_every_cell() -> None:
     cold, row = result["rows"]
     assert cold["at_most_by_seed"] == []
     assert row["closed_by_seed"] == [row["closed"]]
+    limits = Limits(locked_pages=args.backlog_pages, staged_pages=args.backlog_pages)
+    alone = run_once("slack", TRUTH, generate("agents", TRUTH, 2, 7), limits, 7)
+    assert (row["policies"]["slack"], result["first_seed"]) == (alone, 7)
     seeds = {"closed": 0.5, "closed_by_seed": [0.75, 0.25], "at_most_by_seed": [0.9, 0.8]}
     ((*_, closed, at_most, _, _, _, _),) = slack_report.rows_of({"rows": [{**row, **seeds}]})
     assert (closed, at_most) == ("50% (25% to 75%)", "85% (80% to 90%)")
@@ -463,7 +466,13 @@ def test_all_parameters_have_a_source() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"drives": ["none"]}, {"gpus": ["none"]}, {"workloads": ["none"]}, {"seeds": 0}],
+    [
+        {"drives": ["none"]},
+        {"gpus": ["none"]},
+        {"workloads": ["none"]},
+        {"seeds": 0},
+        {"seeds": 2, "first_seed": slack.TUNING_SEED - 1},
+    ],
 )
 def test_arguments_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
