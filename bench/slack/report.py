@@ -26,14 +26,14 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
     for row in result["rows"]:
         policies, closed = row["policies"], row["closed"]
         missed = [name for name, reached in row["bars"].items() if not reached]
-        limits = row.get("at_most_by_seed", ())
+        limits = row["at_most_by_seed"]
         rows.append(
             [
                 *(row["condition"], row["drive"], row["gpu"], row["workload"]),
                 *(f"{policies[name]['bubble_s']:.2f}" for name in names),
                 f"{row['gap']:.0%}",
-                "" if closed is None else f"{closed:.0%}{_spread(row.get('closed_by_seed', ()))}",
-                f"{median(limits):.0%}{_spread(limits)}" if limits else "",
+                "" if closed is None else f"{closed:.0%}{_by_seed(row['closed_by_seed'])}",
+                f"{median(limits):.0%}{_by_seed(limits)}" if limits else "",
                 _each(policies, "first_token_p99_s", 3, ("fixed", "slack", "bound")),
                 _each(policies, "stored_pages", 0, ("none", "fixed", "slack")),
                 _each(policies, "drained_s", 1, ("none", "slack")),
@@ -48,23 +48,13 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     notes = [f"{name}: {count} cells" for name, count in counts(result).items()]
     if notes:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
-        notes.insert(0, f"simulated; {runs}")
-    if any(row.get("at_most_by_seed") for row in result["rows"]):
+        notes.insert(0, f"simulated; {runs} (seeds from {result.get('first_seed', 0)} on)")
+    if any(row["at_most_by_seed"] for row in result["rows"]):
         notes.append(
             "at most: proven, no schedule that stores as many pages as none closes more of the gap,"
             " the rest of a decode step counted as waiting too"
         )
-    for name in result.get("wrong", ()):
-        parts = [
-            part for row in result["rows"] for part in row.get("wrong_by_seed", {}).get(name, ())
-        ]
-        known = sorted(part for part in parts if part is not None)
-        if known:
-            missed = sum(bool(row["missed_by_wrong"][name]) for row in result["rows"])
-            notes.append(
-                f"slack with a wrong profile ({name}) closes {known[0]:.0%} to {known[-1]:.0%} over"
-                f" all seeds and cells; it misses a bar in {missed} of {len(result['rows'])} cells"
-            )
+    notes += [_wrong(result, name) for name in result.get("wrong", ())]
     if result.get("file"):
         notes.append(_file(result["file"]))
     if result.get("cost"):
@@ -91,18 +81,32 @@ def _each(policies: dict[str, Any], metric: str, digits: int, names: Sequence[st
     return ", ".join(f"{policies[name][metric]:.{digits}f}" for name in names)
 
 
-def _spread(parts: Sequence[float | None]) -> str:
-    """Of several seeds."""
-    known = [part for part in parts if part is not None]
-    return f" ({min(known):.0%} to {max(known):.0%})" if len(known) > 1 else ""
+def _by_seed(parts: Sequence[float | None]) -> str:
+    """Percent with each of several seeds; "-" where the gap is too small to be judged."""
+    shown = ("-" if part is None else f"{100 * part:.0f}" for part in parts)
+    return f" ({' '.join(shown)})" if len(parts) > 1 else ""
+
+
+def _wrong(result: dict[str, Any], name: str) -> str:
+    """The most that a wrong profile loses against the true one with the same seed of a cell."""
+    losses = []
+    for row in result["rows"]:
+        where = ", ".join(row[key] for key in ("condition", "drive", "gpu", "workload"))
+        for true, part in zip(row["closed_by_seed"], row["wrong_by_seed"][name], strict=True):
+            if part is not None:
+                losses.append((true - part, f" ({where}: {part:.1%} instead of {true:.1%})"))
+    loss, worst = max(losses, default=(0.0, ""))
+    missed = sum(bool(row["missed_by_wrong"][name]) for row in result["rows"])
+    return (
+        f"slack with a wrong profile ({name}) closes up to {100 * loss:.1f} points less of the gap"
+        f"{worst if loss >= 5e-4 else ''}; misses a bar in {missed} of {len(result['rows'])} cells"
+    )
 
 
 def _cost(found: dict[str, Any]) -> str:
     """What scheduling costs, and what the same pool costs against another one without it."""
     cells = "; ".join(
         f"{name} {_more(cell, 'auto')}, {_verdict(name, cell)}"
-        if "control / off" in cell
-        else f"{name} {interval_text(cell['auto / off'])} ({cell['more_us']:+.0f} us)"
         for name, cell in found["cells"].items()
     )
     return f"measured on a file, one at a time, time with scheduling over time without: {cells}"
@@ -141,7 +145,6 @@ def _file(found: dict[str, Any]) -> str:
     shares = ", ".join(
         f"{1e3 * bubble[name]:.1f} ms with {word}, {interval_text(found[f'{name} / none'])} of that"
         for name, word in (("slack", "`slack`"), ("no puts", "no puts at all"))
-        if name in bubble  # results of before have no such rounds
     )
     return (
         f"measured on a file, {found['rounds']} rounds of each in turns: layers waited "

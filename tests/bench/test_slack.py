@@ -293,7 +293,7 @@ def test_the_result_has_every_cell() -> None:
     assert (row["policies"]["slack"], result["first_seed"]) == (alone, 7)
     seeds = {"closed": 0.5, "closed_by_seed": [0.75, 0.25], "at_most_by_seed": [0.9, 0.8]}
     ((*_, closed, at_most, _, _, _, _),) = slack_report.rows_of({"rows": [{**row, **seeds}]})
-    assert (closed, at_most) == ("50% (25% to 75%)", "85% (80% to 90%)")
+    assert (closed, at_most) == ("50% (75 25)", "85% (90 80)")
     assert "simulated" in slack.report(result)
     assert slack_report.counts(result)["stores as much as none"] == "2 of 2"
 
@@ -452,6 +452,23 @@ def test_the_true_interference_is_no_worse_than_a_small_one_that_is_never_correc
     found = run_once("slack", truth, requests, limits, 0)
     assert found["bubble_s"] <= wrong["bubble_s"]
     assert found["stored_pages"] >= wrong["stored_pages"]
+
+
+def test_the_worst_cell_of_a_wrong_profile_is_named() -> None:
+    cell = {"condition": "steady", "drive": "d", "gpu": "g", "bars": {}, "at_most_by_seed": []}
+    rows = [
+        {
+            **cell,
+            "workload": workload,
+            "closed_by_seed": [0.9, 0.8, None],
+            "wrong_by_seed": {"all x8": [0.9, part, None]},
+            "missed_by_wrong": {"all x8": ["a bar"] * missed},
+        }
+        for workload, part, missed in (("chat", 0.9, 0), ("agents", 0.675, 1))
+    ]
+    [note] = slack_report.notes_of({"rows": rows, "wrong": ["all x8"]})
+    assert "(all x8) closes up to 12.5 points less" in note
+    assert "(steady, d, g, agents: 67.5% instead of 80.0%); misses a bar in 1 of 2 cells" in note
 
 
 def test_all_parameters_have_a_source() -> None:
