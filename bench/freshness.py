@@ -117,8 +117,8 @@ DEPENDS: dict[str, tuple[str, ...]] = {
             *_TRACES,
         ),
     ),
-    "simulate": _SIMULATOR,
-    "slack": ("tutti/scheduler", *_DRIVE, "bench/slack", "tutti/profiles/at_open.py"),  # limits
+    "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
+    "slack": ("tutti/scheduler", *_DRIVE, "bench/slack", "tutti/profiles/at_open.py"),  # likewise
     "slack-file": (*_TRANSFERS, "bench/slack/file.py"),
     "soak": ("kernels", "tutti", "tests/soak"),
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),

@@ -98,6 +98,11 @@ class Calibration:
     systems: dict[str, StorageSystem]
     workloads: dict[str, Sent]
 
+    @property
+    def page_nbytes(self) -> int:
+        """A page over all layers."""
+        return self.page_tokens * self.model.kv_nbytes_per_token
+
     def with_value(self, kind: str, name: str, value: str, number: float) -> Calibration:
         """A copy with one value changed.  kind: servers, systems or workloads."""
         records = dict(getattr(self, kind))

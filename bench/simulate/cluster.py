@@ -167,12 +167,11 @@ class Cluster:
             totals = server.io.totals
             assert server.io.offered_pages == totals.written_pages + totals.dropped_pages
         moved = sum(medium.moved_nbytes(WRITE) for medium in self.media)
-        page_nbytes = self.times.calibration.page_tokens
-        page_nbytes *= self.times.calibration.model.kv_nbytes_per_token
         written = sum(server.io.totals.written_pages for server in self.servers)
         fetched = sum(link.fetched_blocks for link in self.links)
         written += fetched * BLOCK_TOKENS // self.times.calibration.page_tokens
-        assert not self.media or moved == written * page_nbytes, "every byte is written once"
+        nbytes = written * self.times.calibration.page_nbytes
+        assert not self.media or moved == nbytes, "every byte is written once"
 
     def after(self, share: float) -> dict[str, Any]:
         """What became of the requests but the first ones of a run; share: of those."""

@@ -329,7 +329,6 @@ class SimulatedServer:
         if not new:
             return
         self._pending.update(new)
-        page_nbytes = self.calibration.page_tokens * self.calibration.model.kv_nbytes_per_token
         pages = len(new) * BLOCK_TOKENS // self.calibration.page_tokens
 
         def gone(stored: bool) -> None:
@@ -339,7 +338,7 @@ class SimulatedServer:
                 if self._remote is not None:
                     self._remote.used(new, FIRST)
 
-        self.io.store(f"w{req.number}", pages, page_nbytes, gone)
+        self.io.store(f"w{req.number}", pages, gone)
 
     def _end(self, req: SimulatedRequest) -> None:
         self.work.done.append(req)

@@ -1,17 +1,20 @@
 """The scheduler of one simulated server, and the transfers that it issues.
 
-The policy and the state are the scheduler's own.  A transfer goes through the submitting thread,
-the server's link and the medium at once and ends when the slowest of them has served it.  Loads of
-a layer-wise system arrive layer by layer, or in units of layers, under every policy.
+The policy and the state are the scheduler's own, and the limits those of a store.  A transfer goes
+through the submitting thread, the server's link and the medium at once and ends when the slowest of
+them has served it.  Loads of a layer-wise system arrive layer by layer, or in units of layers,
+under every policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from tutti.bench.simulate.calibration import ServerTimes
 from tutti.bench.simulate.device import READ, WRITE, Device, Line, Timeline, Writes
+from tutti.profiles.at_open import store_limits
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.event import (
     Event,
@@ -58,7 +61,9 @@ class ServerIo:
         self._writes = None if medium is None else Writes(medium, self._moved)
         self._links = {READ: Line(), WRITE: Line()}
         self.thread = Line()
-        limits = Limits(read_ahead_nbytes=times.system.read_ahead_nbytes)
+        self._page_nbytes = times.calibration.page_nbytes
+        limits = store_limits(times, self._page_nbytes)
+        limits = replace(limits, read_ahead_nbytes=times.system.read_ahead_nbytes)
         self._scheduler = Scheduler(policy_of(times.system.policy, limits), times)
         self._state = self._scheduler.state
         self._wake_ns: int | None = None
@@ -109,12 +114,12 @@ class ServerIo:
         if name in self._state.loads:
             self.post(LoadGone(self._timeline.now_ns, name))
 
-    def store(self, name: str, pages: int, page_nbytes: int, gone: Callable[[bool], None]) -> None:
+    def store(self, name: str, pages: int, gone: Callable[[bool], None]) -> None:
         """Offers pages to be written; ``gone`` is told when they are (True) or never will be."""
         self.offered_pages += pages
         self._gone[name] = gone
         can_stop = self._writes is not None
-        known = WriteKnown(self._timeline.now_ns, name, pages, page_nbytes, can_stop=can_stop)
+        known = WriteKnown(self._timeline.now_ns, name, pages, self._page_nbytes, can_stop=can_stop)
         self.post(known)
 
     def _wake(self, when_ns: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_drive import VirtualDrive
 
+import tutti
 from tutti.bench.simulate.cached_blocks import Blocks
 from tutti.bench.simulate.calibration import (
     Calibration,
@@ -28,7 +30,10 @@ from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import SlackRequest
 from tutti.bench.traces import BLOCK_TOKENS, Synthetic, TraceRequest, generate
 from tutti.errors import ConfigError, DeviceTimeout
-from tutti.scheduler.policy import Limits, SlackPolicy
+from tutti.medium.layout import KVLayout
+from tutti.profiles import at_open
+from tutti.scheduler.baselines import ImmediatePolicy
+from tutti.scheduler.policy import SlackPolicy
 
 CALIBRATION = load_calibration()
 PAPER_DRIVE = "2x D7-PS1010"
@@ -85,6 +90,36 @@ def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
     for server in cluster.servers:
         spent_ns = server.work.prefill_ns + server.work.decode_ns + server.work.bubble_ns
         assert spent_ns <= cluster.timeline.now_ns
+
+
+@pytest.mark.parametrize("system", ["tutti", "tutti-paper", "gds"])
+def test_a_server_has_the_limits_of_an_opened_store(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store with this profile and these pages; how much is read ahead is the system's own."""
+    model = CALIBRATION.model
+    times = times_of(system, calibration=replace(CALIBRATION, page_tokens=1))
+    layout = KVLayout.mha(model.layers, 8, 128, 1, "bfloat16", model=model.name)
+    assert layout.object_nbytes == times.calibration.page_nbytes
+    monkeypatch.setattr(at_open, "find_profile", lambda *_, **__: (times, "given"))
+    with tutti.open(tmp_path / "pool.tutti", layout, "96MiB") as store:
+        schedule = store.config.schedule
+    assert schedule is not None and schedule.limits.pressing_pages is not None
+    policy = Cluster(times, ClusterShape()).servers[0].io._scheduler.policy
+    assert isinstance(policy, SlackPolicy | ImmediatePolicy)
+    ahead_nbytes = times.system.read_ahead_nbytes
+    assert policy.limits == replace(schedule.limits, read_ahead_nbytes=ahead_nbytes)
+    assert system != "tutti" or policy.limits == schedule.limits
+
+
+@pytest.mark.parametrize("system", ["tutti", "gds"])
+def test_a_put_of_any_length_is_written(system: str) -> None:
+    """Callers of a store hold the pages, so none is dropped."""
+    blocks = 2560
+    prompt = TraceRequest(0, blocks * BLOCK_TOKENS, 1, tuple(range(blocks)))
+    result = serve(times_of(system), [prompt])
+    pages = blocks * BLOCK_TOKENS // CALIBRATION.page_tokens
+    assert result["written_pages"] == result["offered_pages"] == pages
 
 
 def test_a_lost_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +441,8 @@ def test_it_agrees_with_the_server_of_bench_slack() -> None:
         hit, new = rng.choice((0, 16, 64, 128)), rng.randint(1, 4)
         wanted.append(SlackRequest(now_ns, hit * BLOCK_TOKENS, new * BLOCK_TOKENS, 20))
     quiet = Noise(step=0.0, layer=0.0)
-    server = LayeredServer(truth, wanted, SlackPolicy(Limits()), truth, noise=quiet, seed=1)
+    policy = SlackPolicy(at_open.store_limits(truth, truth.model.page_nbytes))
+    server = LayeredServer(truth, wanted, policy, truth, noise=quiet, seed=1)
     there = server.run()
     times = times_of("tutti", submit_read_us=0.0, submit_write_us=0.0)
     times.server = replace(times.server, chunk_tokens=1 << 20)
