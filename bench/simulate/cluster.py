@@ -164,8 +164,7 @@ class Cluster:
             tokens = req.cached_tokens + req.computed_tokens
             assert tokens == req.request.input_tokens, "every token is cached or computed"
         for server in self.servers:
-            totals = server.io.totals
-            assert server.io.offered_pages == totals.written_pages + totals.dropped_pages
+            assert server.io.offered_pages == server.io.totals.written_pages
         moved = sum(medium.moved_nbytes(WRITE) for medium in self.media)
         written = sum(server.io.totals.written_pages for server in self.servers)
         fetched = sum(link.fetched_blocks for link in self.links)
@@ -202,8 +201,7 @@ class Cluster:
             "thread_busy": _mean([s.io.thread.busy_ns / 1e9 / span_s for s in self.servers]),
             "offered_pages": sum(server.io.offered_pages for server in self.servers),
             "written_pages": sum(one.written_pages for one in totals),
-            "dropped_pages": sum(one.dropped_pages for one in totals),
-            "copied_pages": sum(one.copied_pages for one in totals),
+            "backlog_pages_max": max(server.io.backlog_pages_max for server in self.servers),
             "speed": {
                 "wall_s": wall_s,
                 "requests_per_s": len(reqs) / wall_s,

@@ -18,7 +18,7 @@ from tutti.errors import ConfigError
 
 SHARES = ("hit_hbm", "hit_store", "bubble_share", "gpu_busy")
 DRIVE_SHARES = ("medium_read_busy", "medium_write_busy")
-_OF_RUNS = (*SHARES, *DRIVE_SHARES, "dropped_pages")
+_OF_RUNS = (*SHARES, *DRIVE_SHARES, "backlog_pages_max")
 
 
 def settings_for(workload: str, chunk_tokens: int) -> tuple[Setting, ...]:

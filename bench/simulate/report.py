@@ -10,7 +10,7 @@ from tutti.bench.simulate.intervals import DRIVE_SHARES, SHARES
 
 HEAD = (
     *("system", "router", "requests/s", "TTFT ms: mean", "p50", "p99", "TPOT ms", "ITL ms"),
-    *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "dropped pages"),
+    *("hit HBM", "hit store", "bubble", "GPUs busy", "drives read, write", "most pages waiting"),
     "queue grows",
     "simulated requests per s of wall time",
 )
@@ -33,7 +33,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
             *(_cell(row, name, "mean", ".1f") for name in ("tpot_ms", "itl_ms")),
             *(_cell(row, name, "", ".1%") for name in SHARES),
             ", ".join(_cell(row, name, "", ".1%") for name in DRIVE_SHARES),
-            _cell(row, "dropped_pages", "", "d"),
+            _cell(row, "backlog_pages_max", "", "d"),
             _grows(row),
             f"{row['speed']['requests_per_s']:.0f}",
         ]

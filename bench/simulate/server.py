@@ -331,14 +331,13 @@ class SimulatedServer:
         self._pending.update(new)
         pages = len(new) * BLOCK_TOKENS // self.calibration.page_tokens
 
-        def gone(stored: bool) -> None:
+        def stored() -> None:
             self._pending.difference_update(new)
-            if stored:
-                self.store.add(new)
-                if self._remote is not None:
-                    self._remote.used(new, FIRST)
+            self.store.add(new)
+            if self._remote is not None:
+                self._remote.used(new, FIRST)
 
-        self.io.store(f"w{req.number}", pages, gone)
+        self.io.store(f"w{req.number}", pages, stored)
 
     def _end(self, req: SimulatedRequest) -> None:
         self.work.done.append(req)

@@ -21,7 +21,6 @@ from tutti.scheduler.event import (
     LayersReady,
     LoadGone,
     LoadKnown,
-    PagesCopied,
     PagesWritten,
     Tick,
     WriteKnown,
@@ -67,11 +66,12 @@ class ServerIo:
         self._scheduler = Scheduler(policy_of(times.system.policy, limits), times)
         self._state = self._scheduler.state
         self._wake_ns: int | None = None
-        self._gone: dict[str, Callable[[bool], None]] = {}
+        self._stored: dict[str, Callable[[], None]] = {}
         self._least_ns: dict[str, int] = {}  # when thread and link are through with a write
         self._ready: dict[str, int] = {}
         self._begins_ns: dict[str, int] = {}  # when a load's first byte may be read
         self.offered_pages = 0
+        self.backlog_pages_max = 0  # offered and not written
         self.decisions = 0
 
     @property
@@ -114,13 +114,14 @@ class ServerIo:
         if name in self._state.loads:
             self.post(LoadGone(self._timeline.now_ns, name))
 
-    def store(self, name: str, pages: int, gone: Callable[[bool], None]) -> None:
-        """Offers pages to be written; ``gone`` is told when they are (True) or never will be."""
+    def store(self, name: str, pages: int, stored: Callable[[], None]) -> None:
+        """Offers pages to be written; ``stored`` is called when they are."""
         self.offered_pages += pages
-        self._gone[name] = gone
+        self._stored[name] = stored
         can_stop = self._writes is not None
         known = WriteKnown(self._timeline.now_ns, name, pages, self._page_nbytes, can_stop=can_stop)
         self.post(known)
+        self.backlog_pages_max = max(self.backlog_pages_max, self._state.locked_pages)
 
     def _wake(self, when_ns: int) -> None:
         if self._wake_ns == when_ns:
@@ -130,20 +131,10 @@ class ServerIo:
     def _carry_out(self, decision: Decision) -> None:
         for name in decision.stops:
             self._stop(self._state.writes[name])
-        for name in decision.drops:
-            self._gone.pop(name)(False)
-        for name in decision.copy_outs:
-            write = self._state.writes[name]
-            took_ns = round(write.pages * write.page_nbytes * self._link_ns)
-            copied_ns = self._links[WRITE].take(self._timeline.now_ns, took_ns)
-            self._timeline.at(copied_ns, self._copied(name))
         for issue in decision.reads:
             self._read(issue)
         for issue in decision.writes:
             self._write(issue)
-
-    def _copied(self, name: str) -> Callable[[], None]:
-        return lambda: self.post(PagesCopied(self._timeline.now_ns, name))
 
     def _read(self, issue: Issue) -> None:
         """Starts an issue, and lets it arrive in units of layers."""
@@ -206,7 +197,7 @@ class ServerIo:
         self.post(PagesWritten(self._timeline.now_ns, name, pages))
         if name not in self._state.writes:
             self._least_ns.pop(name, None)
-            self._gone.pop(name)(True)
+            self._stored.pop(name)()
 
     def _submit(self, direction: str, nbytes: int) -> int:
         """Through the submitting thread and the link, which serve everything in turn."""

@@ -85,7 +85,7 @@ def test_work_in_is_work_out(system: str, server: str, router: str) -> None:
     reqs = [cluster.req(number) for number in range(len(requests))]
     assert all(req.arrived_ns <= req.began_ns <= req.first_ns <= req.last_ns for req in reqs)
     assert all(req.left == 0 and req.hit_tokens >= 0 and req.computed_tokens > 0 for req in reqs)
-    assert result["offered_pages"] == result["written_pages"] + result["dropped_pages"]
+    assert result["offered_pages"] == result["written_pages"]
     assert 0 < result["gpu_busy"] <= 1
     for server in cluster.servers:
         spent_ns = server.work.prefill_ns + server.work.decode_ns + server.work.bubble_ns
@@ -120,6 +120,7 @@ def test_a_put_of_any_length_is_written(system: str) -> None:
     result = serve(times_of(system), [prompt])
     pages = blocks * BLOCK_TOKENS // CALIBRATION.page_tokens
     assert result["written_pages"] == result["offered_pages"] == pages
+    assert result["backlog_pages_max"] == pages
 
 
 def test_a_lost_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def test_numbers_have_intervals_over_settings_that_nobody_publishes(
     for name, (low, high) in row["intervals"].items():
         assumed = row[name] if name in row else row[name.rpartition("_")[0]][name.split("_")[-1]]
         assert low <= assumed <= high, name
-    # Half as many requests drop other pages, and keep the drives busy for another share.
-    assert {"dropped_pages", "medium_read_busy", "medium_write_busy"} <= row["intervals"].keys()
+    # Half as many requests leave other pages waiting, and keep the drives busy for another share.
+    assert {"backlog_pages_max", "medium_read_busy", "medium_write_busy"} <= row["intervals"].keys()
     low, high = row["intervals"]["medium_write_busy"]
     assert low < high and f"[{low:.1%}, {high:.1%}]" in simulate.report(result)
     low, high = row["intervals"]["ttft_ms_mean"]
