@@ -151,6 +151,16 @@ CPU_SGLANG := env PYTHONSAFEPATH=1 PYTHONPATH=$(CPU_SGLANG_PATH) $(SGLANG_VENV)/
 bench-peers: $(VENV)/.core sglang-venv build/view ## SGLang's backends against Tutti's on a CPU, BENCH_DIR=..., ARGS="--host-pages thp"
 	$(CPU_SGLANG) -m tutti.cli bench peers --dir $(BENCH_DIR) $(ARGS)
 
+KV_CACHE_URL ?= https://github.com/mlcommons/storage
+.PHONY: bench-kv-cache
+bench-kv-cache: $(VENV)/.core ## MLPerf's KV-cache benchmark on Tutti and on its own files, BENCH_DIR=..., KV_CACHE_URL=... of a mirror
+	git init -q build/kv-cache
+	revision=$$($(PY) -c 'from tutti.bench.yardsticks.run import REVISIONS as r; print(next(iter(r.values())))'); \
+	  git -C build/kv-cache cat-file -e $$revision 2> /dev/null || \
+	  git -C build/kv-cache fetch -q --depth 1 $(KV_CACHE_URL) $$revision; git -C build/kv-cache checkout -q $$revision
+	$(PY) -m tutti.bench.yardsticks.run --kv-cache build/kv-cache/kv_cache_benchmark \
+	  --dir $(firstword $(BENCH_DIR)) --out build/kv-cache.json $(ARGS)
+
 LMCACHE_SERVER := $(SGLANG_VENV)/lmcache-server
 .PHONY: lmcache-server
 lmcache-server: tests/sglang/lmcache-server.txt sglang-venv
