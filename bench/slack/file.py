@@ -1,21 +1,23 @@
-"""Puts during layer-wise loads on a real file, with and without a scheduler: measured, no bar.
+"""Puts during layer-wise loads on a real file, with and without a scheduler, measured.
 
 A round is a prefill whose prefix is loaded layer by layer, while the pages of the round before are
 stored, and then a pause that stands for decode steps.  Computing is sleeping: no model runs.
-The registered memory, the pool's file and scheduler are real, and so is the time.
+The registered memory, the pool's file and scheduler are real, and so is the time.  What is measured
+is called from another thread than the main one, as in a server; see `bench/short.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from tutti.base.terminal import ProgressFactory
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.medium.layout import KVLayout
 from tutti.profiles.at_open import AUTO
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import DecisionHook, Schedule
 from tutti.scheduler.event import Event, LayerBegan, StepBegan, StepEnded
 from tutti.scheduler.loads_and_writes import Phase
@@ -36,13 +39,19 @@ _LAYOUT = KVLayout.mha(
 )
 _LOADED = 32  # pages
 _STORED = 16
+_PREFIX_TOKENS, _NEW_TOKENS = _LOADED * _LAYOUT.page_size, _STORED * _LAYOUT.page_size
 _PAGES = 128  # of registered memory
 _DECODE_S = 0.06
 WARM_ROUNDS = 2
-#: For each long transfer: the bar of a short one is 50 us, a hundredth of what it takes on a disk.
-_SHORT_ONES = 16
-_WAIT_S = 60.0
-_SYSTEMS = ("auto", "off", "control")
+#: Pages of a transfer, and transfers a round.  The bar of a short one is 50 us, a hundredth of what
+#: it takes on a disk.
+_SHAPES = {"long": (_LOADED, 1), "short": (1, 16)}
+_WAIT_S, _ROUND_S = 60.0, 600.0  # for a transfer, and for all of a round
+#: Of `cost`: what is compared with what.  The queue is what "at once" takes more than "off", the
+#: policy what "auto" takes more than "at once".
+_COMPARED = (("auto", "off"), ("at once", "off"), ("auto", "at once"), ("control", "off"))
+
+_System = TypeVar("_System")
 
 
 @dataclass(frozen=True)
@@ -71,47 +80,80 @@ class FileProfile:
         return nbytes / self.write_bytes_per_s * 1e6
 
 
+class _AtOnce(ImmediatePolicy):
+    """Passes the same queue as SlackPolicy, also with a transfer that meets no other."""
+
+    def goes_at_once(self, *_: object) -> bool:
+        """See SlackPolicy."""
+        return True
+
+
 def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
     """What scheduling costs where nothing competes: one put or load at a time, in turns by a pool
-    with ``profile="auto"`` and two with None, one of which is a control of the noise.  Ratios of
-    times, and microseconds more.
+    with ``profile="auto"``, one whose queue issues everything at once, and two with None, one of
+    which is a control of the noise.  Ratios of times, and microseconds more.
     """
     rng = np.random.default_rng(0)
-    shapes = {"long": (_LOADED, 1), "short": (1, _SHORT_ONES)}
-    times: dict[tuple[str, str, str], list[float]] = {}
+    times: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
     with (
         tempfile.TemporaryDirectory(dir=directory) as folder,
         _opened(Path(folder) / "auto", AUTO) as auto,
+        _opened(Path(folder) / "at-once", AUTO, _at_once(auto)) as at_once,
         _opened(Path(folder) / "off") as off,
         _opened(Path(folder) / "control") as control,
+        ThreadPoolExecutor(1) as thread,
         progress("cost", rounds) as bar,
     ):
         source = auto.stats()["profile"]
-        turns = list(itertools.permutations({"auto": auto, "off": off, "control": control}.items()))
-        for number in range(rounds + WARM_ROUNDS):
-            for shape, (pages, count) in shapes.items():
+        orders = _orders({"auto": auto, "at once": at_once, "off": off, "control": control})
+
+        def all_shapes(number: int) -> None:
+            for shape, (pages, count) in _SHAPES.items():
                 for one in range(count):
-                    for name, store in turns[(number + one) % len(turns)]:
+                    for name, store in orders[(number + one) % len(orders)]:
                         for what, took_s in _alone(store, pages, rng).items():
-                            times.setdefault((shape, what, name), []).append(took_s)
+                            times[shape, what, name].append(took_s)
+
+        for number in range(rounds + WARM_ROUNDS):
+            thread.submit(all_shapes, number).result(_ROUND_S)
             bar.advance(1 if number >= WARM_ROUNDS else 0)
     cells = {
         f"{shape} {what}": _cell(
-            {name: times[shape, what, name][WARM_ROUNDS * count :] for name in _SYSTEMS}
+            {name: times[shape, what, name][WARM_ROUNDS * count :] for name, _ in orders[0]}
         )
-        for (shape, (_, count)), what in itertools.product(shapes.items(), ("put", "load"))
+        for shape, (_, count) in _SHAPES.items()
+        for what in ("put", "load")
     }
     return {"rounds": rounds, "profile": source, "cells": cells}
 
 
+def _at_once(store: ObjectStore) -> Schedule:
+    """The schedule of a store, but everything is issued at once, by a queue of its own."""
+    return replace(_schedule_of(store), policy=_AtOnce, media=())
+
+
+def _schedule_of(store: ObjectStore) -> Schedule:
+    assert store.config.schedule is not None, "it was opened with a profile"
+    return store.config.schedule
+
+
+def _orders(systems: dict[str, _System]) -> list[list[tuple[str, _System]]]:
+    """Four orders of four systems: each is once at every place, and once behind every other one
+    (Williams 1949).
+    """
+    items = list(systems.items())
+    return [[items[(first + more) % 4] for more in (0, 1, 3, 2)] for first in range(4)]
+
+
 def _cell(took_s: dict[str, list[float]]) -> dict[str, Any]:
     """Of one kind of transfer: medians over rounds, with intervals."""
-    off_s = took_s["off"]
-    found: dict[str, Any] = {"count": len(off_s), "off_us": median(off_s) * 1e6}
-    for name in ("auto", "control"):
-        more_us = [(a - b) * 1e6 for a, b in zip(took_s[name], off_s, strict=True)]
-        found[f"{name} / off"] = bootstrap_median(ratios(took_s[name], off_s)).to_dict()
-        found[f"{name} - off, us"] = bootstrap_median(more_us).to_dict()
+    found: dict[str, Any] = {"count": len(took_s["off"]), "off_us": median(took_s["off"]) * 1e6}
+    for name, other in _COMPARED:
+        pairs = zip(took_s[name], took_s[other], strict=True)
+        more_us = [(a - b) * 1e6 for a, b in pairs]
+        ratio = bootstrap_median(ratios(took_s[name], took_s[other]))
+        found[f"{name} / {other}"] = ratio.to_dict()
+        found[f"{name} - {other}, us"] = bootstrap_median(more_us).to_dict()
     return found
 
 
@@ -126,44 +168,56 @@ def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str
 def run(
     directory: Path, rounds: int, progress: ProgressFactory, record: DecisionHook | None = None
 ) -> dict[str, Any]:
-    """Rounds with `slack`, with `none` and without puts in turns, after a profile was measured.
+    """Rounds in turns: with `slack`, which has a profile of the file and of the layers that was
+    measured before; with a store as `tutti.open` opens it, which has measured the medium and learns
+    the rest; with `none`, and without puts.  No digests are made, so that only schedules differ.
 
     record: gets every event of `slack`, with the decision that followed.
     """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        with _opened(Path(folder) / "profile.tutti") as store:
-            profile = _measure(store, rng)
+        with _opened(Path(folder) / "profile") as store, ThreadPoolExecutor(1) as thread:
+            profile = thread.submit(_measure, store, rng).result(_ROUND_S)
         with (
-            _opened(Path(folder) / "none.tutti") as none,
-            _opened(Path(folder) / "slack.tutti", AUTO, Schedule(profile, record=record)) as slack,
-            progress("slack on a file", 3 * rounds) as bar,
+            _opened(Path(folder) / "none") as none,
+            _opened(Path(folder) / "slack", AUTO, Schedule(profile, record=record)) as slack,
+            _opened(Path(folder) / "opened", AUTO) as opened,
+            ThreadPoolExecutor(1) as thread,
+            progress("slack on a file", 4 * rounds) as bar,
         ):
             systems = {
                 "none": _Rounds(none, profile, rng, _STORED),
                 "slack": _Rounds(slack, profile, rng, _STORED),
+                "as opened": _Rounds(opened, profile, rng, _STORED),
                 "no puts": _Rounds(none, profile, rng, 0),
             }
             waits: dict[str, list[float]] = {name: [] for name in systems}
             stored: dict[str, list[float]] = {name: [] for name in systems}
-            turns = list(itertools.permutations(systems.items()))
+            orders = _orders(systems)
             for number in range(rounds + WARM_ROUNDS):
-                for name, system in turns[number % len(turns)]:
-                    waited_s, stored_s = system.round()
+                for name, system in orders[number % len(orders)]:
+                    waited_s, stored_s = thread.submit(system.round).result(_ROUND_S)
                     if number >= WARM_ROUNDS:
                         waits[name].append(waited_s)
                         stored[name].append(stored_s)
                         bar.advance(1)
-            counters = slack.scheduler.counters() if slack.scheduler else {}
+            scheduled = {"slack": slack, "as opened": opened}
+            counters = {name: store.stats()["scheduler"] for name, store in scheduled.items()}
+            source, limits = opened.stats()["profile"], asdict(_schedule_of(opened).limits)
     return {
         "rounds": rounds,
         "profile": vars(profile),
+        "as opened": {"profile": source, "limits": limits},
         "bubble_s": {name: median(found) for name, found in waits.items()},
         **{
             f"{name} / none": bootstrap_median(ratios(waits[name], waits["none"])).to_dict()
-            for name in ("slack", "no puts")
+            for name in ("slack", "as opened", "no puts")
         },
-        "mean_stored_s": {name: sum(stored[name]) / rounds for name in ("none", "slack")},
+        "mean_stored_s": {name: sum(stored[name]) / rounds for name in ("none", *scheduled)},
+        "stored / none": {
+            name: bootstrap_median(ratios(stored[name], stored["none"])).to_dict()
+            for name in scheduled
+        },
         "counters": counters,
     }
 
@@ -207,7 +261,7 @@ class _Rounds:
         put = store.put(stored, np.arange(_LOADED, _LOADED + self._stored))
         put.on_done(lambda _: ended_s.put(time.perf_counter()))
         began_s = time.perf_counter()
-        self._step(Phase.PREFILL, _LAYOUT.layers, (batch,))
+        self._step(Phase.PREFILL, _NEW_TOKENS, _PREFIX_TOKENS, _LAYOUT.layers, (batch,))
         ticket = store.load(self._prefix, np.arange(_LOADED), batch=batch)
         waited_s = 0.0
         for layer in range(_LAYOUT.layers):
@@ -221,16 +275,19 @@ class _Rounds:
             time.sleep(self._profile.layer_s)
             began_s = time.perf_counter()
         self._ends()
-        self._step(Phase.DECODE)
+        self._step(Phase.DECODE, 1, _PREFIX_TOKENS + _NEW_TOKENS)
         time.sleep(_DECODE_S)
         self._ends()
         put.wait(_WAIT_S)
         return waited_s, ended_s.get(timeout=_WAIT_S) - put_s  # waiters are woken first
 
-    def _step(self, phase: Phase, layers: int = 0, loads: tuple[str, ...] = ()) -> None:
+    def _step(
+        self, phase: Phase, new: int, context: int, layers: int = 0, loads: tuple[str, ...] = ()
+    ) -> None:
+        """new, context: tokens, by which a profile knows how long it takes."""
         scheduler = self._store.scheduler
         if scheduler is not None:
-            began = StepBegan(scheduler.now_ns(), phase, layers, 1, loads=loads)
+            began = StepBegan(scheduler.now_ns(), phase, layers, new, context, loads)
             self._post(self._reports.began(began, scheduler.state.waits))
 
     def _ends(self) -> None:

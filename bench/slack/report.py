@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,17 @@ from tutti.bench.statistics import interval_text, median
 
 #: What scheduling may cost where nothing competes: microseconds a transfer, times the time.
 SHORT_BAR_US, LONG_BAR = 50.0, 1.03
+#: Of what layers wait for and of the time until a put is stored, over that of `none`, on a file.
+WAIT_BAR, STORED_BAR = 0.5, 1.0
+
+_FILE_SYSTEMS = {
+    "none": "with `none`",
+    "slack": "with `slack`",
+    "as opened": "with a store as `tutti.open` opens it",
+    "no puts": "with no puts at all",
+}
+#: What is compared, of the cost where nothing competes.
+_PARTS = {"queue": "at once / off", "policy": "auto / at once", "control": "control / off"}
 
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
@@ -106,50 +118,62 @@ def _wrong(result: dict[str, Any], name: str) -> str:
 def _cost(found: dict[str, Any]) -> str:
     """What scheduling costs, and what the same pool costs against another one without it."""
     cells = "; ".join(
-        f"{name} {_more(cell, 'auto')}, {_verdict(name, cell)}"
+        f"{name} {_more(cell, 'auto / off')}, {_verdict(name, cell)}"
         for name, cell in found["cells"].items()
     )
     return f"measured on a file, one at a time, time with scheduling over time without: {cells}"
 
 
-def _more(cell: dict[str, Any], name: str) -> str:
-    us = cell[f"{name} - off, us"]
-    return (
-        f"{interval_text(cell[f'{name} / off'])} ({us['median']:+.0f} [{us['low']:+.0f}, "
-        f"{us['high']:+.0f}] us)"
-    )
+def _more(cell: dict[str, Any], pair: str) -> str:
+    us = cell[f"{pair.replace('/', '-')}, us"]
+    more_us = f"{us['median']:+.0f} [{us['low']:+.0f}, {us['high']:+.0f}] us"
+    return f"{interval_text(cell[pair])} ({more_us})"
 
 
 def _verdict(name: str, cell: dict[str, Any]) -> str:
-    """Whether the bar is reached, by the interval.
-
-    Nothing is known where that holds the bar, or where the control may be as slow.
-    """
+    """Whether the bar is reached, what queue and policy take of it, and the control."""
     is_short = name.startswith("short")
     value, noise = (
         cell[f"{which} - off, us" if is_short else f"{which} / off"]
         for which in ("auto", "control")
     )
     bar = SHORT_BAR_US if is_short else LONG_BAR
-    text = f"bar {bar:g} us" if is_short else f"bar {bar:g}"
-    control = f"control {_more(cell, 'control')}"
+    parts = ", ".join(
+        f"{part} {_more(cell, pair)}" for part, pair in _PARTS.items() if pair in cell
+    )
+    unit = " us" if is_short else ""
+    return f"bar {bar:g}{unit} {_state(value, bar, noise['high'])} ({parts})"
+
+
+def _state(value: dict[str, float], bar: float, noise: float = -math.inf) -> str:
+    """By the interval: nothing is known where that holds the bar, or lies within the noise."""
     if value["high"] <= bar:
-        return f"{text} reached ({control})"
-    is_missed = value["low"] > max(bar, noise["high"])
-    state = "**not reached**" if is_missed else "**not resolved**"
-    return f"{text} {state} ({control})"
+        return "reached"
+    return "**not reached**" if value["low"] > max(bar, noise) else "**not resolved**"
 
 
 def _file(found: dict[str, Any]) -> str:
-    bubble, stored = found["bubble_s"], found["mean_stored_s"]
-    shares = ", ".join(
-        f"{1e3 * bubble[name]:.1f} ms with {word}, {interval_text(found[f'{name} / none'])} of that"
-        for name, word in (("slack", "`slack`"), ("no puts", "no puts at all"))
+    later = found.get("stored / none", {})  # results of before have none
+    waited = ", ".join(
+        _beside(name, f"{1e3 * bubble_s:.1f} ms", found.get(f"{name} / none"), WAIT_BAR)
+        for name, bubble_s in found["bubble_s"].items()
+    )
+    stored = ", ".join(
+        _beside(name, f"{mean_s:.3f} s", later.get(name), STORED_BAR)
+        for name, mean_s in found["mean_stored_s"].items()
     )
     return (
-        f"measured on a file, {found['rounds']} rounds of each in turns: layers waited "
-        f"{bubble['none'] * 1e3:.1f} ms a round with `none`, {shares}; a load takes "
-        f"{found['profile']['interference']:.2f} times as long during a put there; a put is stored"
-        f" after {stored['slack']:.3f} s with `slack`, {stored['none']:.3f} s with `none`, in the"
-        " mean"
+        f"measured on a file, {found['rounds']} rounds of each in turns (parts are medians over"
+        f" rounds): layers waited {waited} a round; a load takes"
+        f" {found['profile']['interference']:.2f} times as long during a put there; a put is stored"
+        f" in the mean after {stored}"
     )
+
+
+def _beside(name: str, text: str, part: dict[str, float] | None, bar: float) -> str:
+    """A number of a system, and what part it is of that with `none`."""
+    text = f"{text} {_FILE_SYSTEMS[name]}"
+    if part is None:
+        return text
+    text += f", {interval_text(part)} of that"
+    return text if name == "no puts" else f"{text} (goal {bar:g} {_state(part, bar)})"

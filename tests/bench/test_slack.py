@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -40,7 +39,6 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import NOTHING, Decision, State
 from tutti.scheduler.trace import line, replay
 from tutti.scheduler.write_order import writes_for
-from tutti.transfers.tickets import PutTicket
 
 TRUTH = machine(drive_names()[0], "H100")
 LIMITS = Limits(locked_pages=256, staged_pages=256)
@@ -347,55 +345,6 @@ def test_a_wrong_profile_fails_no_command(capsys: pytest.CaptureFixture[str]) ->
     words += ["--drives", drive_names()[0], "--workloads", "cold", "--conditions", "steady"]
     assert cli.main([*words, "--wrong", "read x2"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == ["read x2"]
-
-
-def test_a_file_alone_is_measured_and_nothing_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_done = PutTicket.on_done
-
-    def late(ticket: PutTicket, call: Callable[[PutTicket], None]) -> None:
-        """The callback runs some time after the threads that wait for the put have been woken."""
-        on_done(ticket, lambda done: threading.Timer(0.3, call, (done,)).start())
-
-    monkeypatch.setattr(PutTicket, "on_done", late)
-    result = slack.run(arguments(workloads=[], dir=tmp_path, rounds=1), progress)
-    assert result["simulated"] is False
-    assert result["file"]["rounds"] == 1
-    text = slack.report(result)
-    assert "measured on a file" in text
-    stored_s = result["file"]["mean_stored_s"]
-    assert f"{stored_s['slack']:.3f} s with `slack`, {stored_s['none']:.3f} s with" in text
-    assert "simulated" not in text
-    assert not list(tmp_path.iterdir())
-    cells = result["cost"]["cells"]
-    counts = {name: cell["count"] for name, cell in cells.items()}
-    assert counts == {"long put": 1, "long load": 1, "short put": 16, "short load": 16}
-    for cell in cells.values():
-        assert 0 < cell["control / off"]["low"] <= cell["control / off"]["high"]
-    assert text.count("control ") == len(cells)
-
-
-@pytest.mark.parametrize(
-    ("more_us", "noise_us", "said"),
-    [
-        ((-20.0, 40.0), (-30.0, 30.0), "bar 50 us reached"),
-        ((-20.0, 80.0), (-30.0, 30.0), "bar 50 us **not resolved**"),
-        ((60.0, 80.0), (-30.0, 30.0), "bar 50 us **not reached**"),
-        ((60.0, 80.0), (-30.0, 70.0), "bar 50 us **not resolved**"),
-    ],
-)
-def test_a_cost_is_judged_by_its_interval_and_a_control(
-    more_us: tuple[float, float], noise_us: tuple[float, float], said: str
-) -> None:
-    cell: dict[str, object] = {"off_us": 5e3, "count": 384}
-    for name, ends in (("auto", more_us), ("control", noise_us)):
-        low, high = ends
-        cell[f"{name} - off, us"] = {"median": low, "low": low, "high": high}
-        cell[f"{name} / off"] = {"median": 1.0, "low": 1.0, "high": 1.0}
-    found = {"cells": {"short put": cell, "long put": cell}}
-    [note] = slack_report.notes_of({"rows": [], "cost": found})
-    assert said in note and "bar 1.03 reached" in note
 
 
 def test_a_gap_that_is_too_small_is_not_judged() -> None:
