@@ -21,6 +21,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import machine
 from tutti.bench.slack import file as slack_file
+from tutti.bench.slack.conditions import CONDITIONS
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import KINDS, generate
 from tutti.bench.statistics import median
@@ -33,8 +34,12 @@ from tutti.scheduler.state_changes import Scheduler
 
 #: Microseconds a decision, and milliseconds a request in all.
 DECISION_US, REQUEST_MS = 20.0, 0.3
-_DRIVE, _GPU = "2x D7-PS1010", "H100"
-_BACKLOG_PAGES = 512
+_GPU, _BACKLOG_PAGES = "H100", 512
+#: Simulated servers: workload, drive and condition.  The last two are pressed by writes.
+_SERVERS = {kind: (kind, "2x D7-PS1010", "steady") for kind in KINDS} | {
+    "agents, D5-P5336, little memory": ("agents", "D5-P5336", "little memory"),
+    "documents, D5-P5336, cache ends": ("documents", "D5-P5336", "cache ends"),
+}
 _CLOCKS = 1001
 
 
@@ -95,10 +100,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     profile = slack_file.FileProfile(**on_file["profile"])
     requests = args.rounds + slack_file.WARM_ROUNDS
     cells = {"a pool on a file": _cell(partial(_again, recorded, profile), requests, args.repeats)}
-    with progress("decisions", len(KINDS)) as bar:
-        for kind in KINDS:
-            name = f"simulated server, {kind}"
-            cells[name] = _cell(partial(_simulated, kind, args), args.requests, args.repeats)
+    with progress("decisions", len(_SERVERS)) as bar:
+        for name, server in _SERVERS.items():
+            measure = partial(_simulated, *server, args)
+            cells[f"simulated server, {name}"] = _cell(measure, args.requests, args.repeats)
             bar.advance(1)
     return {
         "benchmark": "decisions",
@@ -117,11 +122,16 @@ def _again(events: list[Event], profile: Profile) -> Timed:
     return timed
 
 
-def _simulated(kind: str, args: argparse.Namespace) -> Timed:
-    truth = machine(_DRIVE, _GPU)
-    policy = SlackPolicy(Limits(locked_pages=_BACKLOG_PAGES, staged_pages=_BACKLOG_PAGES))
-    requests = generate(kind, truth, args.requests, args.seed)
-    server = LayeredServer(truth, requests, policy, truth, noise=Noise(), seed=args.seed)
+def _simulated(kind: str, drive: str, condition: str, args: argparse.Namespace) -> Timed:
+    """As a cell of `bench slack` is served."""
+    truth, cell, seed = machine(drive, _GPU), CONDITIONS[condition], args.seed
+    limits = Limits(locked_pages=_BACKLOG_PAGES, staged_pages=_BACKLOG_PAGES)
+    policy = SlackPolicy(cell.limits(limits, truth))
+    requests = generate(kind, truth, args.requests, seed)
+    conditions = cell.of(truth.drive)
+    server = LayeredServer(
+        truth, requests, policy, truth, noise=Noise(), seed=seed, conditions=conditions
+    )
     timed = server.scheduler = Timed(policy, truth)
     server.run()
     return timed
