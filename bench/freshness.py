@@ -21,7 +21,8 @@ _STORE = (
     *("tutti/transfers", "tutti/scheduler", "tutti/profiles"),
 )
 _RINGS = ("kernels/include", "kernels/native", "bench/controller_memory.py")
-_ENGINE = (*_RINGS, "tutti/gio_uring")
+_STATISTICS = "bench/statistics.py"
+_ENGINE = (*_RINGS, "tutti/gio_uring", _STATISTICS)
 _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
@@ -32,7 +33,7 @@ _COMPARE = tuple(
 )
 _TRACES = ("bench/traces.py", "bench/belady.py")
 _RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency", *_PLACES)
-_SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", *_TRACES)
+_SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", _STATISTICS, *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 
 _BANDWIDTH = (
@@ -46,11 +47,11 @@ _RING_SOAK = (
     "tests/soak/rings.py",
 )
 _GPU = "tutti/gio_uring/gpu"
-#: In folders above, but in no result that does not name it: making and replacing pools ends before
-#: anything is measured, without a GPU none of its engines runs, and a report only shows results.
-_APART = (
-    *("tutti/pool/pool_format.py", "tutti/pool/replacement.py", _GPU, "bench/slack/report.py"),
-)
+#: Make and replace pools, which ends before a benchmark measures anything.
+_MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
+#: In folders above, but in no result that does not name it: besides, without a GPU none of its
+#: engines runs, and a report only shows results.
+_APART = (*_MAKING, _GPU, "bench/slack/report.py")
 
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.
@@ -62,14 +63,15 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "decisions": (
         *(*_TRANSFERS, *_DRIVE, "bench/slack/decisions.py", "bench/slack/file.py"),
         *(f"bench/slack/{n}.py" for n in ("conditions", "lower_bound", "server", "workload")),
+        _STATISTICS,
     ),
     "eviction": (
         *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
         *(f"kernels/native/{name}.cpp" for name in ("allocator", "index", "reuse")),
         *("bench/eviction.py", *_TRACES),
     ),
-    "failures": ("kernels/native", "tutti", "tests/native/failures.py"),
-    "fuzz": ("tutti", "tests/fuzz"),
+    "failures": ("kernels/native", "tutti", *_MAKING, "tests/native/failures.py"),
+    "fuzz": ("tutti", *_MAKING, "tests/fuzz"),
     "gpu": (
         *(*_TRANSFERS, _GPU, "kernels", "bench/gpu", "bench/gpu_memory.py", "bench/fio.py"),
         "bench/compare/paired.py",
@@ -96,7 +98,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "short": (*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
-        *("bench/ring.py", "bench/controller_memory.py"),
+        *("bench/ring.py", "bench/controller_memory.py", _STATISTICS),
     ),
     "second_tier": (
         *(*_TRANSFERS, "tutti/cluster", "bench/pool_file.py"),
@@ -106,21 +108,17 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *_TRANSFERS,
         "integration/sglang",
         *(f"bench/yardsticks/{name}.py" for name in ("serving", "serving_steps", "sglang_clients")),
-        *(
-            f"bench/ttft/{name}.py"
-            for name in ("arrivals", "client", "http", "metrics", "protocol")
-        ),
-        *(
-            "bench/ttft/recipes.py",
-            "bench/ttft/server_control.py",
-            "bench/ttft/workloads",
-            *_TRACES,
-        ),
+        *(f"bench/ttft/{name}.py" for name in ("arrivals", "client", "http", "metrics")),
+        *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
+        *("bench/ttft/workloads", *_TRACES),
     ),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
-    "slack": ("tutti/scheduler", *_DRIVE, "bench/slack", "tutti/profiles/at_open.py"),  # likewise
-    "slack-file": (*_TRANSFERS, "bench/slack/file.py"),
-    "soak": ("kernels", "tutti", "tests/soak"),
+    "slack": (
+        *("tutti/scheduler", *_DRIVE, "bench/slack", _STATISTICS),
+        "tutti/profiles/at_open.py",  # likewise
+    ),
+    "slack-file": (*_TRANSFERS, "bench/slack/file.py", _STATISTICS),
+    "soak": ("kernels", "tutti", *_MAKING, "tests/soak"),
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
     "soak-threads": (*_RING_SOAK, "tests/native/ring_stress.cpp"),
     "submit": (
@@ -159,8 +157,9 @@ def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
     """CHANGED if the measured code differs from that of the checkout, UNKNOWN if it is not known.
 
-    Empty for a result of today's code.  Comments, docstrings, and names of files and of modules
-    that are imported are no code.  A result of a checkout with changes of its own is UNKNOWN.
+    Empty for a result of today's code.  Comments, docstrings, Markdown, and names of files and of
+    modules that are imported are not code.  A result of a checkout with changes of its own is
+    UNKNOWN.
     """
     key = _key(name, result)
     measured = _measured(key, str(result["machine"]["commit"]), root)
@@ -235,7 +234,8 @@ def _files_now(key: str, root: Path) -> Iterator[tuple[str, str]]:
 
 def _belongs(path: str, key: str) -> bool:
     apart = (other for other in _APART if other not in DEPENDS[key])
-    return not any(path == other or path.startswith(f"{other}/") for other in apart)
+    is_apart = any(path == other or path.startswith(f"{other}/") for other in apart)
+    return not (is_apart or path.endswith(".md"))
 
 
 @functools.cache

@@ -32,7 +32,6 @@ RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"
 SHOWS = {
     "writable",
     "environment",
-    "statistics",
     "plots",
     "charts",
     "freshness",
@@ -288,6 +287,7 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     (folder / "one.py").write_text('"""One."""\n\n\ndef f():\n    """It is one."""\n    return 1\n')
     (folder / "two.py").write_text("from tutti.gio_uring.one import f\n\nf()\n")
     (folder / "old.h").write_text('#include "one.h"\nint f();  // one\n')
+    (folder / "README.md").write_text("One.\n")
     git("add", ".")
     git("commit", "-qm", "one")
     result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
@@ -295,6 +295,7 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     (folder / "first.py").write_text("def f():\n    return 1  # which is one\n")
     (folder / "two.py").write_text("from tutti.gio_uring.first import f\n\nf()\n")
     (folder / "old.h").write_text('// Of one.\n#include "first.h"\nint f();  // one\n')
+    (folder / "README.md").write_text("Two.\n")
     git("add", ".")
     assert not why_stale("threads", result, tmp_path)
     (folder / "first.py").write_text("def f():\n    return 2\n")
