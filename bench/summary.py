@@ -8,7 +8,8 @@ measures was changed since.  One that `make bench` measures and that is not ther
 Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, for a figure
 `figures/NAME`; they are written too: those beside the page, and the README above it.  A number in
 their text is written between `<!-- value: NAME PATH -->` and `<!-- end -->`, where PATH names the
-keys of the result from the outermost on, with / between them; of a list, what the entry contains.
+keys of the result from the outermost on, with / between them; of a list, what the entry contains,
+with a comma and a space between several.
 """
 
 from __future__ import annotations
@@ -111,8 +112,11 @@ def render(text: str, results: Path) -> str:
 def _figure(result: Any, path: Sequence[str]) -> str:
     """A number of a result with three digits; of several rounds the median."""
     for key in path:
-        rows = isinstance(result, list)
-        result = next(r for r in result if key in map(str, r.values())) if rows else result[key]
+        if isinstance(result, list):
+            words = set(key.split(", "))
+            result = next(row for row in result if words <= set(map(str, row.values())))
+        else:
+            result = result[key]
     number = median(result) if isinstance(result, list) else result
     digits = 2 - math.floor(math.log10(abs(number))) if number else 0
     return f"{round(number, digits):,.{max(0, digits)}f}"
