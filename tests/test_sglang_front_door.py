@@ -17,6 +17,7 @@ import pytest
 
 from tutti.cli import main
 from tutti.errors import CapacityError, ConfigError
+from tutti.gio_uring import probe
 from tutti.integration.sglang import launch
 from tutti.integration.sglang.identity import (
     ModelIdentity,
@@ -43,6 +44,8 @@ from tutti.transfers.store_config import StoreConfig
 
 ROOT = Path(__file__).parent.parent
 NEEDED = {"path": "/pools", "capacity": "1GiB"}
+#: Each makes SGLang allocate its host pool on large pages.
+HUGE = ("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "SGLANG_HUGEPAGE_SIZE")
 SHAPE = PageShape("kv", "mha", 1, 4, 0, (8192, 8192), 16, "bfloat16", "page_first", (4, 32, 32))
 IDENTITY = ModelIdentity("llama", "v1")
 
@@ -444,6 +447,22 @@ def test_locked_memory_is_asked_for_by_drives_alone(
             assert [f["verdict"] for f in findings if f["what"] == "memlock"] == verdicts
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+
+
+@pytest.mark.parametrize("chosen", ["", *HUGE])
+def test_a_host_pool_that_a_gpu_pins_gets_large_pages_by_the_environment_alone(
+    chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "probe_cuda", lambda: probe.CudaFacts("13.0", ("H100",), ""))
+    for name in HUGE:
+        monkeypatch.delenv(name, raising=False)
+    if chosen:
+        monkeypatch.setenv(chosen, "2")
+    main(["sglang", "doctor", "--path", str(tmp_path), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (found,) = [finding for finding in findings if finding["what"] == "host pool"]
+    assert found["verdict"] == ("ok" if chosen else "slow")
+    assert (f"start SGLang with {HUGE[0]}=2" in found["text"]) == (not chosen)
 
 
 def test_the_doctor_finds_what_fails(

@@ -213,10 +213,10 @@ def run_doctor(args: argparse.Namespace) -> CommandResult:
     findings = list(_sglang(args.mode, args.page_size))
     if uses_agent({"path": args.path}):
         findings.append(_agent(args.path[0]))
-        machine = _machine(Path("."), with_drive=False)
+        machine = _machine(Path("."), args.mode, with_drive=False)
         findings += [f for f in machine if f.what not in _OF_THE_DISK]
     else:
-        findings += _storage(args.path, args.capacity)
+        findings += _storage(args.path, args.capacity, args.mode)
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
     return CommandResult(
@@ -239,7 +239,7 @@ def _agent(path: str) -> CheckResult:
     return CheckResult("agent", "ok", f"answers; {free} of {capacity} slots of its pool are free")
 
 
-def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
+def _storage(paths: list[str], capacity: int, mode: str) -> Iterator[CheckResult]:
     """Folders, files and devices, and the machine around them."""
     try:
         check_distinct(paths)
@@ -254,7 +254,8 @@ def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
     yield from _one_disk(folders)
     yield from (_device(place) for place in places if place.kind is PlaceKind.DEVICE)
     with_drive = any(is_drive(place.path) for place in places)
-    yield from _machine(_existing(folders[0] if folders else Path(".")), with_drive=with_drive)
+    folder = _existing(folders[0] if folders else Path("."))
+    yield from _machine(folder, mode, with_drive=with_drive)
     for folder in folders:
         yield from _pools(folder)
 
@@ -388,7 +389,7 @@ def _either(what: str, is_ok: bool, text: str, otherwise: str) -> CheckResult:
     return CheckResult(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
 
 
-def _machine(folder: Path, *, with_drive: bool) -> Iterator[CheckResult]:
+def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResult]:
     try:
         machine = probe_machine(str(folder))
     except Unsupported as error:  # a folder that cannot be written, for instance
@@ -418,9 +419,13 @@ def _machine(folder: Path, *, with_drive: bool) -> Iterator[CheckResult]:
     paged = "Tutti's buffers get none: one descriptor per 4 KiB, which costs bandwidth"
     backing = f"Tutti's buffers: {memory.backing}"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
-    late = "moved onto large pages once it is opened (see tutti:hugepage_bytes)"
-    early = "on large pages only by the environment that `tutti sglang command` prints"
-    yield _either("host pool", memory.collapses, late, early)
+    is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
+    small = "on large pages only by the environment that `tutti sglang command` prints"
+    if mode == HICACHE and machine.cuda.devices:
+        unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
+        is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
+        small = f"pinned for the GPU, so not moved later; start SGLang with {unset} for large pages"
+    yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
 
