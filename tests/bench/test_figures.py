@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tutti import cli
 from tutti.base.terminal import progress
 from tutti.bench.figures import paper
 from tutti.bench.figures import run as figures
@@ -282,6 +283,28 @@ def test_a_csv_that_is_wrong_says_where(text: str, message: str, tmp_path: Path)
     path.write_bytes(text.replace("{header}", ",".join(COLUMNS[RATE])).encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         read_csv(path, RATE)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (
+            (*COLUMNS[RATE], "colour"),
+            "colour in line 2, which no figure of rate has: it is of another",
+        ),
+        (COLUMNS[RATE][:-1], "lacks commit in line 2; a figure of rate needs"),
+    ],
+)
+def test_the_command_refuses_a_csv_of_another_version(
+    columns: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = tmp_path / "x.csv", {"system": "a", "source": "measured"}
+    cells = [words.get(name, "1") for name in columns]
+    path.write_text(f"{','.join(columns)}\n{','.join(cells)}\n")
+    figure = ["--out", str(tmp_path / "figure")]
+    assert cli.main(["bench", "figures", RATE, str(path), *figure]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.glob("figure*")), "nothing is written"
 
 
 def test_files_that_are_not_there_or_cannot_be_written(tmp_path: Path) -> None:

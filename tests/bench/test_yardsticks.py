@@ -18,7 +18,7 @@ from tutti.bench.summary import render
 from tutti.bench.yardsticks import run as yardsticks
 from tutti.bench.yardsticks.backends import PAGE_NBYTES, Counted, DirectEntries, PoolEntries
 from tutti.bench.yardsticks.round import SYSTEMS
-from tutti.errors import CapacityError, ConfigError, PoolClosed
+from tutti.errors import CapacityError, PoolClosed
 
 MiB = 1 << 20
 BACKENDS = """
@@ -107,15 +107,18 @@ def test_rounds_count_what_the_benchmark_does_not(checkout: Path, tmp_path: Path
     assert "| direct | 2000 |" in render("<!-- result: out -->\n<!-- end -->", tmp_path)
 
 
-def test_another_benchmark_is_refused(
+def test_a_benchmark_that_is_missing_or_another_is_refused(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="has no package kv_cache; name the folder"):
-        yardsticks.revision_of(str(tmp_path / "nothing"))
+    where = ["--dir", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    assert yardsticks.main(["--kv-cache", str(tmp_path / "nothing"), *where]) == 3
+    said = capsys.readouterr().err
+    assert "has no package kv_cache; name the folder kv_cache_benchmark of https://" in said
     with (checkout / "kv_cache/cli.py").open("a") as file:
         file.write("# changed\n")
-    assert yardsticks.main(["--kv-cache", str(checkout), "--dir", str(tmp_path)]) == 3
+    assert yardsticks.main(["--kv-cache", str(checkout), *where]) == 3
     assert "is another version" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize("system", ["tutti", "direct"])
