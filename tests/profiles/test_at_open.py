@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from manual_clock import ManualClock
 from waiting import wait_idle
 
 import tutti
@@ -28,6 +31,8 @@ from tutti.transfers.store_config import StoreConfig
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="found"
 )
+#: Before the fixture below gives a busy machine more time.
+TIMES = {name: getattr(at_open, name) for name in ("BUDGET_S", "_WRITTEN_S", "_ROUNDS_S")}
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +155,52 @@ def test_a_slow_medium_is_not_waited_for(
     assert find_profile("auto", [tmp_path], model_of(LAYOUT))[1] == "estimated"
     assert "too slow" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize(
+    ("written_mb_per_s", "mb_per_s", "source"),
+    [
+        (3000, 3000, "measured"),
+        (300, 100, "measured"),
+        (45, 45, "measured"),
+        (1000, 12, "estimated"),  # as a drive whose fast cache is full
+        (5, 5, "estimated"),
+    ],
+)
+def test_a_medium_is_measured_for_two_seconds_at_most(
+    written_mb_per_s: float,
+    mb_per_s: float,
+    source: str,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the clock of a medium of this speed: how long the test takes does not matter."""
+    clock = ManualClock()
+
+    class MediumOfSpeed(Medium):
+        def __init__(self, *words: Any, wrote: Callable[[int, int], None], **more: Any) -> None:
+            def slowly(done: int, total: int) -> None:
+                clock.advance((done - self.done) / written_mb_per_s / 1e6)
+                self.done = done
+                wrote(done, total)
+
+            self.done = 0
+            super().__init__(*words, wrote=slowly, **more)
+
+        def time_us(self, direction: str, nbytes: int, slice_nbytes: int) -> list[float]:
+            transfers = 2 if direction == "both" else 1
+            took_us = transfers * nbytes / mb_per_s
+            clock.advance(took_us / 1e6)
+            return [took_us] * transfers
+
+    for name, seconds in TIMES.items():
+        monkeypatch.setattr(at_open, name, seconds)
+    monkeypatch.setattr(at_open, "time", SimpleNamespace(monotonic=lambda: clock.now_ns() / 1e9))
+    monkeypatch.setattr(at_open, "Medium", MediumOfSpeed)
+    with opened(tmp_path) as store:
+        assert store.stats()["profile"] == source
+    assert 0 < clock.now_ns() <= 2_000_000_000
 
 
 def test_a_file_is_used_where_it_is_of_this_machine(

@@ -68,6 +68,23 @@ def test_page_hashes_are_loaded_before_a_server_serves(
     assert "page hashes loaded in" in caplog.text
 
 
+@pytest.mark.parametrize("mode", [HICACHE, LINKER])
+def test_one_line_of_the_log_says_by_what_a_pool_is_scheduled(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    if mode == LINKER:
+        Rig(tmp_path).linker.close()
+    else:
+        storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
+        storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
+        storage.close()
+    (line,) = [one for one in caplog.messages if "scheduling by" in one]
+    assert line.startswith(
+        ("scheduling by a profile: the medium is ", "scheduling by an estimated")
+    )
+
+
 def test_page_hashes_that_cannot_be_compiled_are_an_error_at_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
 import tutti
 from store.pools import LAYOUT
+from tutti import cli
 from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, PoolExists, PoolInUse, PoolNotFound
 from tutti.gio_uring import nvme_spec as nvme
@@ -22,6 +25,7 @@ from tutti.gio_uring.drives.block_device import Devices, check_devices, device_n
 from tutti.gio_uring.drives.device_content import Held, check_forced, contents
 from tutti.gio_uring.drives.generic_device import is_generic, readable_path
 from tutti.gio_uring.file_member import FileMember
+from tutti.pool import places
 
 NBYTES = 8 * MiB
 MAGICS = [
@@ -240,6 +244,47 @@ def test_every_drive_of_a_pool_is_forced_by_its_own_number(
     machine.owner("nvme1n1", "md0")  # which counts more than what the first one holds
     with pytest.raises(PoolInUse, match="part of md0"):
         check_devices(paths, False, machine.root)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("by-id", "a path is given twice: "),
+        ("ng0n1", "a path is given twice: "),
+        ("nvme0n1p1", "nvme0n1p1 is a partition of "),
+    ],
+)
+@pytest.mark.parametrize("words", [["--for-server"], ["--capacity", "6MiB", "--model", "tiny"]])
+def test_a_drive_under_two_names_and_with_its_partition_is_refused_unwritten(
+    machine: Machine,
+    other: str,
+    says: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes, stat_of = machine.root / "dev", os.stat
+    (nodes / "ng0n1").touch()
+    (nodes / "by-id").symlink_to(nodes / "nvme0n1")
+
+    def as_device(path: Any, **options: Any) -> os.stat_result:
+        found = stat_of(path, **options)
+        if not str(path).startswith(f"{nodes}/"):
+            return found
+        is_char = Path(path).name.startswith("ng")
+        return os.stat_result((0o600 | (stat.S_IFCHR if is_char else stat.S_IFBLK), *found[1:]))
+
+    def in_machine(first: str, *more: str) -> Path:
+        is_class = first == "/sys/class/block"
+        return Path(f"{machine.root}{first}" if is_class else first, *more)
+
+    monkeypatch.setattr(os, "stat", as_device)
+    monkeypatch.setattr(places, "Path", in_machine)
+    paths = [str(nodes / name) for name in ("nvme0n1", other)]
+    for given in (paths, paths[::-1]):
+        assert cli.main(["format", *given, *words]) == 3
+        assert says in capsys.readouterr().err
+    assert not any(path.read_bytes().strip(b"\0") for path in nodes.iterdir())
 
 
 def test_a_missing_device_is_never_a_new_file() -> None:
