@@ -1,9 +1,11 @@
 """Measures short transfers: what a call costs its caller, and how long one page takes to be stored.
 
 The calls are made in pools in memory, so that no disk plays a part: CPU time of the thread that
-calls, until the call returns, after the transfer before has ended and for loads in a row.  The puts
-of one page go to a file or a device by direct I/O, and so do plain writes of the same bytes and one
-record: in turns, or one after the other on devices, which hold one pool.
+calls, until the call returns, after the transfer before has ended, and in a row.  In the same
+random order controls without a bar measure the least that a call can cost: one native call that
+submits a command and wakes the service thread, and a chain of Python functions that do nothing.
+The puts of one page go to a file or a device by direct I/O, and so do plain writes of the same
+bytes and one record: in turns, or one after the other on devices, which hold one pool.
 All calls come from another thread than the main one, as in a server: one from the main thread,
 which Ctrl-C interrupts, is made by another thread, whose CPU time would not count.
 Pools are opened with the defaults of `tutti.open`, where transfers pass the scheduler's queue; rows
@@ -13,7 +15,9 @@ and puts "at once" have no profile.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -35,9 +39,17 @@ from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, te
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
+from tutti.gio_uring import _native
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import is_generic
+from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
+from tutti.gio_uring.engine_structs import JobConfig
+from tutti.gio_uring.iocb import RUN_DTYPE, flat_memory
+from tutti.gio_uring.job import nanoseconds
 from tutti.gio_uring.memory import Bytes, HostBuffer
 from tutti.gio_uring.named_drive import is_drive
+from tutti.gio_uring.nvme_spec import OPCODE_READ
+from tutti.native import address
 from tutti.pool.places import is_device
 from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
@@ -46,13 +58,17 @@ from tutti.transfers.store_config import StoreConfig
 HEAD = ("pages", "call", "best us", "median us", "bar us", "")
 #: Microseconds of the caller for each call, and how many times its bytes and a record a put takes.
 BARS_US = {"put": 60.0, "match and load": 100.0, "match and load, in a row": 100.0}
+CALLS = (*BARS_US, "put, in a row")
+_FRAMES = 60
+NATIVE, FRAMES = "one native call", f"{_FRAMES} Python functions that do nothing"
+CONTROLS = (NATIVE, FRAMES)  # of no pages
 RATIO = 1.5
 _PAGES = (1, 4, 16)
 _SHAPE, _PAGE_SHAPE = "16x128KiB", "32x256KiB"  # 2 MiB and 8 MiB
-_WARM, _ROW = 10, 8
+_WARM, _ROW, _PUT_ROW = 10, 8, 4
 _CALLS_NBYTES = 2 * GiB + 64 * MiB  # a 64th, which is kept free, has the pages of a put
 _MEMORY = Path("/dev/shm")
-_RECORD_NBYTES = 4096  # the block of a record
+_BLOCK_NBYTES = 4096  # of a record, too
 _WAIT_S, _LIMIT_S = 60.0, 3600.0  # for a transfer, and for all of them
 #: Pools that take puts of one page, by options.
 _PUTS: dict[str, dict[str, Any]] = {
@@ -64,6 +80,8 @@ _PLAIN = "plain"
 #: Makes the call for a turn, which is timed.
 _Prepare = Callable[[int], Callable[[], object]]
 _Calls = dict[str, _Prepare]
+#: Gives microseconds by call.
+_Measure = Callable[[], dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,12 +149,18 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
         ]
         for store in stores:
             store.allocate_memory(max(_PAGES))
-        cases = np.array(list(itertools.product(_PAGES, stores)), object)
+        cases: list[tuple[int, bool, _Measure]] = [
+            (n, store is stores[0], partial(_call_costs, store, n, rng))
+            for n, store in itertools.product(_PAGES, stores)
+        ]
+        native, chain = _NativeCall(stack, Path(made) / "native"), _chain()
+        cases += [(0, True, native.cost), (0, True, partial(_frames_cost, chain))]
         for turn in range(-_WARM, count):
-            for n, store in rng.permutation(cases):  # what went before leaves caches cold
-                for call, us in _call_costs(store, n, rng).items():
+            for i in rng.permutation(len(cases)):  # what went before leaves caches cold
+                n, scheduled, measure = cases[i]
+                for call, us in measure().items():
                     if turn >= 0:
-                        took.setdefault((store is stores[0], n, call), []).append(us)
+                        took.setdefault((scheduled, n, call), []).append(us)
     return [
         {
             "pages": n,
@@ -149,23 +173,28 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _place(scheduled: bool, n: int, call: str) -> tuple[int, bool, int]:
-    return n, not scheduled, list(BARS_US).index(call)
+def _place(scheduled: bool, n: int, call: str) -> tuple[bool, int, bool, int]:
+    return not n, n, not scheduled, (*CALLS, *CONTROLS).index(call)
 
 
 def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[str, float]:
     """Microseconds of this thread for each call; everything has ended afterwards."""
-    keys, pages = rng.integers(0, 256, (n, 16), np.uint8), np.arange(n)
-    clock_ns = time.thread_time_ns
+    pages, clock_ns = np.arange(n), time.thread_time_ns
+
+    def put() -> tuple[Bytes, float]:
+        """New keys, and the microseconds of their put, which has ended."""
+        keys = rng.integers(0, 256, (n, 16), np.uint8)
+        began_ns = clock_ns()
+        ticket = store.put(keys, pages)
+        took_ns = clock_ns() - began_ns
+        ticket.wait(_WAIT_S)
+        return keys, took_ns / 1e3
 
     def load() -> Any:
         return store.load(keys[: store.match(keys)], pages)
 
+    keys, put_us = put()
     times_ns = [clock_ns()]
-    put = store.put(keys, pages)
-    times_ns.append(clock_ns())
-    put.wait(_WAIT_S)
-    times_ns.append(clock_ns())
     loads = [load()]
     times_ns.append(clock_ns())
     loads[0].wait_settled(_WAIT_S)
@@ -174,8 +203,66 @@ def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[st
     times_ns.append(clock_ns())
     for ticket in loads:
         ticket.wait_settled(_WAIT_S)
-    took_us = np.diff(times_ns)[::2] / 1e3 / (1, 1, _ROW)
-    return dict(zip(BARS_US, took_us.tolist(), strict=True))
+    load_us, loads_us = (np.diff(times_ns)[::2] / 1e3).tolist()
+    put()  # it warms the caches, which loads were in
+    puts_us = sum(put()[1] for _ in range(_PUT_ROW))
+    took_us = put_us, load_us, loads_us / _ROW, puts_us / _PUT_ROW
+    return dict(zip(CALLS, took_us, strict=True))
+
+
+class _NativeCall:
+    """A call that submits a read of one block and wakes the service thread, without a store: to an
+    engine over a file of its own.
+    """
+
+    def __init__(self, stack: ExitStack, path: Path) -> None:
+        path.write_bytes(bytes(_BLOCK_NBYTES))
+        controller = stack.enter_context(FileController([path], lba_nbytes=_BLOCK_NBYTES))
+        self._engine = engine = Engine(controller)
+        stack.callback(engine.close)
+        buffer = HostBuffer(_BLOCK_NBYTES)
+        stack.callback(controller.register(buffer).close)
+        memory = flat_memory(buffer.address, _BLOCK_NBYTES, 1, buffer)
+        pages, runs = memory.check_pages([0]), np.zeros(1, RUN_DTYPE)
+        runs["nsid"], runs["nlb"] = 1, 1
+        self._status = np.zeros(1, np.uint32)
+        self._kept = pages, memory, runs
+        self._config = JobConfig(iocb=memory.iocb, page_status=address(self._status))
+        self._config.priority, self._config.timeout_ns = PRIORITY_LOAD, nanoseconds(_WAIT_S)
+        io = self._config.iocb
+        io.opcode, io.psdt, io.lba_shift = OPCODE_READ, engine.psdt, controller.info.lba_shift
+        io.pages, io.n_pages, io.slice_nlb = address(pages), 1, 1
+        io.runs, io.n_runs, io.padding = address(runs), 1, engine.scratch
+
+    def cost(self) -> dict[str, float]:
+        """Microseconds of this thread; the read has ended afterwards."""
+        engine, clock_ns = self._engine, time.thread_time_ns
+        job = engine.open_job(self._status, self._kept, None)
+        self._config.tag = job.tag
+        arguments = engine.handle, ctypes.byref(self._config), ctypes.byref(job.native)
+        submit = _native.quick().gio_engine_submit
+        began_ns = clock_ns()
+        result = submit(*arguments)
+        took_ns = clock_ns() - began_ns
+        engine.check_started(job, result)
+        job.wait_released(_WAIT_S)
+        return {NATIVE: took_ns / 1e3}
+
+
+def _chain() -> Callable[[int, int], None]:
+    """The first of the functions that do nothing: each calls the next, and has code of its own."""
+    made: dict[str, Any] = {}
+    calls = [f"return f{i - 1}(a, b)" if i else "pass" for i in range(_FRAMES)]
+    exec("\n".join(f"def f{i}(a, b): {call}" for i, call in enumerate(calls)), made)
+    first: Callable[[int, int], None] = made[f"f{_FRAMES - 1}"]
+    return first
+
+
+def _frames_cost(chain: Callable[[int, int], None]) -> dict[str, float]:
+    """Microseconds of this thread."""
+    began_ns = time.thread_time_ns()
+    chain(1, 2)
+    return {FRAMES: (time.thread_time_ns() - began_ns) / 1e3}
 
 
 def _one_page(
@@ -253,7 +340,7 @@ def _plain_writes(
         content = source[turn % len(source)].data
         return write(turn, content, turn % slots // len(fds) * nbytes)
 
-    record = source[0, :_RECORD_NBYTES].data
+    record = source[0, :_BLOCK_NBYTES].data
     return {"bytes": page, "record": lambda turn: write(turn, record, most * nbytes)}
 
 
@@ -265,10 +352,10 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
     """The table below HEAD; a median that misses its bar is marked."""
     rows: list[Sequence[Any]] = []
     for row in result["calls"]:
-        bar, us = result["bars_us"][row["call"]], row["median_us"]
-        best = f"{row['best_us']:.0f}"
-        call = row["call"] if row.get("scheduled", True) else f"{row['call']}, at once"
-        rows.append((row["pages"], call, best, f"{us:.0f}", f"{bar:g}", _missed(us, bar)))
+        bar, us = result["bars_us"].get(row["call"], math.inf), row["median_us"]
+        call = row["call"] if row["scheduled"] else f"{row['call']}, at once"
+        cells = row["pages"] or "", call, f"{row['best_us']:.0f}", f"{us:.0f}"
+        rows.append((*cells, "" if bar == math.inf else f"{bar:g}", _missed(us, bar)))
     return rows
 
 
@@ -280,9 +367,12 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"{name} {interval_text(ratio)} {_missed(ratio['median'], bar)}".strip()
         for name, ratio in page["ratios"].items()
     ]
-    turns = "" if page.get("in_turns", True) else ", one kind after the other"
+    turns = "" if page["in_turns"] else ", one kind after the other"
     return [
         f"calls: CPU time of the calling thread, pages of {_SHAPE}, on {result['calls_on']}",
+        "without a bar, in the same random order: puts in a row, each after the end of the one"
+        " before; a native call that submits a read of one block and wakes a service thread; and"
+        " functions that call the next",
         f"a page of {page['nbytes'] // MiB} MiB at durability `process`, medians of"
         f" {page['rounds']}{turns}: {parts}",
         f"over plain writes of its bytes and one record (bar {bar:g}): {'; '.join(found)}",

@@ -17,9 +17,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
     calls = {(row["pages"], row["call"], row["scheduled"]) for row in result["calls"]}
-    assert calls == set(itertools.product((1, 4, 16), short.BARS_US, (True, False)))
-    assert {f"{call}, at once" for call in short.BARS_US} < {
-        row[1] for row in short.rows_of(result)
+    controls = {(0, call, True) for call in short.CONTROLS}
+    assert calls == controls | set(itertools.product((1, 4, 16), short.CALLS, (True, False)))
+    rows = short.rows_of(result)
+    assert {f"{call}, at once" for call in short.CALLS} < {row[1] for row in rows}
+    assert [row[:2] for row in rows[-2:]] == [("", call) for call in short.CONTROLS]
+    assert {row[1] for row in rows if row[4] == ""} == {
+        *("put, in a row", "put, in a row, at once"),
+        *short.CONTROLS,
     }
     assert all(0 < row["best_us"] <= row["median_us"] for row in result["calls"])
     page = result["page"]
@@ -30,8 +35,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_misses_a_bar_says_so() -> None:
-    row = {"pages": 1, "call": "put", "best_us": 20.0}
-    page = {"nbytes": 8 << 20, "rounds": 3, "ms": {"put": 6.0}}
+    row = {"pages": 1, "call": "put", "scheduled": True, "best_us": 20.0}
+    page = {"nbytes": 8 << 20, "rounds": 3, "in_turns": True, "ms": {"put": 6.0}}
     result = {
         "bars_us": short.BARS_US,
         "ratio_bar": short.RATIO,
@@ -47,3 +52,10 @@ def test_what_misses_a_bar_says_so() -> None:
 @pytest.mark.parametrize("words", [["--dir", "/none"], ["--calls", "0"], ["--rounds", "0"]])
 def test_unacceptable_arguments(words: list[str], tmp_path: Path) -> None:
     assert cli.main(["bench", "short", "--dir", str(tmp_path), *words]) == 2
+
+
+def test_the_chain_of_functions_has_code_for_each() -> None:
+    chain = short._chain()
+    functions = chain.__globals__
+    assert len({id(functions[f"f{i}"].__code__) for i in range(60)}) == 60
+    assert short._frames_cost(chain)[short.FRAMES] > 0
