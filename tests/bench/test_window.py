@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tutti import cli
@@ -54,5 +55,26 @@ def test_the_command_says_what_is_possible(
     result = json.loads(capsys.readouterr().out)
     assert [loop["factor"] for loop in result["loops"]] == [0.25, 4.0]
     assert all(loop["possible"] > 0 for loop in result["loops"])
+    assert all(loop["stamped"]["median"] > 0 for loop in result["loops"])
     [note] = [line for line in window.notes_of(result) if line.startswith("1 pages")]
     assert "computations of 0.25, 4 times a layer's I/O" in note and note in window.report(result)
+    assert "; by the engine's stamps of the same loads: " in note
+
+
+def test_computations_follow_each_other_and_their_layers() -> None:
+    ready = np.array([10, 11, 40, 41], np.uint64)
+    assert window.end_ns(ready, 0) == 41
+    assert window.end_ns(ready, 5) == 50  # the third layer is waited for
+    assert window.end_ns(ready, 20) == 90  # only the first is
+
+
+def test_the_strict_bound_has_the_bytes_of_a_slice_once() -> None:
+    # A slice takes 0.1 ms, and a command alone 0.15.
+    result = {"single_command_ms": 0.15}
+    assert window._strict_ms({"pages": 1, "bound_ms": 0.25}, result) == pytest.approx(0.15)
+    assert window._strict_ms({"pages": 4, "bound_ms": 0.55}, result) == pytest.approx(0.45)
+    # A command alone is as fast as the drive: only bytes count.
+    result = {"single_command_ms": 0.05}
+    assert window._strict_ms({"pages": 4, "bound_ms": 0.45}, result) == pytest.approx(0.4)
+    assert window._against([1.2, 1.6], 1.5) == "1.20, 1.60, **not reached**"
+    assert window._against([1.2, 1.5], 1.5) == "1.20, 1.50, reached"
