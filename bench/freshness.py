@@ -63,7 +63,6 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "decisions": (
         *(*_TRANSFERS, *_DRIVE, "bench/slack/decisions.py", "bench/slack/file.py"),
         *(f"bench/slack/{n}.py" for n in ("conditions", "lower_bound", "server", "workload")),
-        _STATISTICS,
     ),
     "eviction": (
         *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
@@ -117,7 +116,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("tutti/scheduler", *_DRIVE, "bench/slack", _STATISTICS),
         "tutti/profiles/at_open.py",  # likewise
     ),
-    "slack-file": (*_TRANSFERS, "bench/slack/file.py", _STATISTICS),
+    "slack-file": (*_TRANSFERS, "bench/slack/file.py"),
     "soak": ("kernels", "tutti", *_MAKING, "tests/soak"),
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
     "soak-threads": (*_RING_SOAK, "tests/native/ring_stress.cpp"),
