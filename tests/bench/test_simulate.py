@@ -41,15 +41,11 @@ SYSTEMS = tuple(CALIBRATION.systems)
 
 
 def times_of(
-    system: str,
-    server: str = "sglang",
-    calibration: Calibration = CALIBRATION,
-    **changes: Any,
+    system: str, server: str = "sglang", calibration: Calibration = CALIBRATION, **changes: Any
 ) -> ServerTimes:
     changed = replace(calibration.system(system), **changes)
-    drive = drive_of(PAPER_DRIVE)
-    served = calibration.server(server)
-    return ServerTimes(calibration, served, changed, gpu=gpu_of("H100"), drive=drive)
+    gpu, drive = gpu_of("H100"), drive_of(PAPER_DRIVE)
+    return ServerTimes(calibration, calibration.server(server), changed, gpu=gpu, drive=drive)
 
 
 def serve(times: ServerTimes, requests: list[TraceRequest], **shape: Any) -> dict[str, Any]:
