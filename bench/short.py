@@ -57,8 +57,8 @@ from tutti.transfers.store_config import StoreConfig
 
 HEAD = ("pages", "call", "best us", "median us", "bar us", "")
 #: Microseconds of the caller for each call, and how many times its bytes and a record a put takes.
-BARS_US = {"put": 60.0, "match and load": 100.0, "match and load, in a row": 100.0}
-CALLS = (*BARS_US, "put, in a row")
+CALLS = ("put", "match and load", "match and load, in a row", "put, in a row")
+BARS_US = dict(zip(CALLS, (60.0, 100.0, 100.0, 60.0), strict=True))
 _FRAMES = 60
 NATIVE, FRAMES = "one native call", f"{_FRAMES} Python functions that do nothing"
 CONTROLS = (NATIVE, FRAMES)  # of no pages
@@ -370,8 +370,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     turns = "" if page["in_turns"] else ", one kind after the other"
     return [
         f"calls: CPU time of the calling thread, pages of {_SHAPE}, on {result['calls_on']}",
-        "without a bar, in the same random order: puts in a row, each after the end of the one"
-        " before; a native call that submits a read of one block and wakes a service thread; and"
+        "puts in a row: each after the end of the one before; without a bar, in the same random"
+        " order: a native call that submits a read of one block and wakes a service thread, and"
         " functions that call the next",
         f"a page of {page['nbytes'] // MiB} MiB at durability `process`, medians of"
         f" {page['rounds']}{turns}: {parts}",
