@@ -16,7 +16,8 @@ from waiting import wait_idle, wait_until
 
 import tutti
 from store.pools import fill, some_keys
-from tutti.errors import ConfigError, KeyMissing, ProfileError
+from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
+from tutti.gio_uring.job import Job
 from tutti.machine import machine_facts
 from tutti.node.client import NodeStore
 from tutti.profiles.at_open import media_of, model_of
@@ -240,6 +241,23 @@ def test_long_puts_stop_for_loads_and_lose_nothing(
             counters = store.stats()["scheduler"]
             assert (counters["written_pages"], counters["ignored"]) == (20 * 12, 0)
         assert any(event.can_stop for event, _ in seen if isinstance(event, WriteKnown))
+
+
+def test_a_put_whose_grant_finds_no_memory_says_so(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, stoppable: None
+) -> None:
+    def without_memory(*_: object) -> None:
+        raise CapacityError("no memory for a grant")
+
+    with running(tmp_path / "agent") as agent, connect(agent, LayerByLayer) as store:
+        store.allocate_memory(8)
+        keys = some_keys(rng, 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "grant", without_memory)
+            with pytest.raises(CapacityError, match="no memory for a grant"):
+                store.put(keys, np.arange(8)).wait(WAIT_S)
+        wait_idle(store.scheduler)
+        assert store.put(keys, np.arange(8)).wait(WAIT_S).failed().size == 0
 
 
 def test_a_put_that_stopped_is_dropped_with_its_agent(

@@ -49,8 +49,8 @@ class _Size:
 
     @property
     def needs_nbytes(self) -> int:
-        """Space for Tutti's pool (five batches of 128 pages), the files (three) and fio's (two)."""
-        return max(10 * 128 * self.page_tokens * MiB // 8, self.replay_nbytes)
+        """Space for Tutti's pool (3.5 batches of 128 pages), the files (three) and fio's (two)."""
+        return max(9 * 128 * self.page_tokens * MiB // 8, self.replay_nbytes)
 
 
 _FULL = _Size(16, 5, 512 * MiB, 800)

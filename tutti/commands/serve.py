@@ -192,7 +192,7 @@ def _check_capacity(pools: AgentPools, capacity: int) -> None:
     next_nbytes = replace(own, groups=own.groups + 1).member_nbytes
     if not own.member_nbytes <= capacity // members < next_nbytes:
         raise ConfigError(
-            f"{name} has {format_nbytes(members * own.member_nbytes)}, --capacity is"
+            f"{name} has {format_nbytes(members * own.member_nbytes)}, --capacity or its setting is"
             f" {format_nbytes(capacity)}; leave it out, or change the pool with `tutti resize`"
         )
 

@@ -64,7 +64,9 @@ class ClientWriter:
 
     def _put(self, part: PutPart) -> BaseException | None:
         rows, progress, session = part.rows, part.progress, self._kept.session
-        left = _Countdown(lambda: part.ended(part, None))
+        left = _Countdown(
+            lambda: part.ended(part, None if part.grant is None else part.grant.error)
+        )
         most = self.batch_pages if session is None else session.welcome.batch_pages
         step = self._state.write_pages_max(part.request.memory, most)
         for start in range(0, rows.size, step):
