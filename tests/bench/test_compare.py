@@ -162,8 +162,9 @@ def test_every_result_is_shown_and_known() -> None:
         assert f"<!-- state: figures/{figure.stem} -->" in RESULTS_PAGE.read_text()
     for file in RESULTS.glob("*.json"):
         result = json.loads(file.read_text())
-        assert file.stem == MANIFEST or depends(file.stem, result)
-        assert result["machine"]["commit"] and f": {file.stem} -->" in shown, file.name
+        assert result["machine"]["commit"]
+        if file.stem != MANIFEST:
+            assert depends(file.stem, result) and f": {file.stem} -->" in shown, file.name
 
 
 def imports(file: Path) -> set[str]:
