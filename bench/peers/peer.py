@@ -43,8 +43,8 @@ class PeerPlan:
     def kept_nbytes(self) -> int:
         """What every peer keeps on the disk, whose host caches a part of it.
 
-        Loading a batch makes it a recent one, so as many that nobody asks for again stay in a pool
-        that evicts what was not used for longest.
+        A load makes its batch a recent one. So a pool that evicts what was not used for longest
+        also keeps old batches, which no one loads again.
         """
         return (2 * self.batches - 1) * self.batch_nbytes
 
