@@ -34,7 +34,7 @@ from tutti.bench.slack import report as slack_report
 from tutti.bench.slack.conditions import CONDITIONS, PROFILES, UNCORRECTED
 from tutti.bench.slack.fixed_window import FixedWindow
 from tutti.bench.slack.lower_bound import Rules, least_ns
-from tutti.bench.slack.server import LayeredServer, Measured, Noise, TruthNow, Uncorrected
+from tutti.bench.slack.server import LayeredServer, Measured, Noise, TruthNow
 from tutti.bench.slack.workload import KINDS, SlackRequest, generate, in_bursts, recorded
 from tutti.bench.statistics import median, percentile
 from tutti.errors import ConfigError
@@ -192,7 +192,7 @@ class _Cell:
         if self._space is not None and name != "bound":  # which drops everything
             server.has(self._space)
         if name in UNCORRECTED:
-            server.state.estimates.both = Uncorrected()
+            server.state.estimates.both.learns = False
         return numbers(server.run())
 
     def least_s(self, requests: Sequence[SlackRequest], seed: int, none: dict[str, float]) -> float:

@@ -20,7 +20,6 @@ from tutti.bench.simulate.hardware import SimulatedMachine, copy_bytes_per_s
 from tutti.bench.slack.conditions import Conditions
 from tutti.bench.slack.lower_bound import Prefill
 from tutti.bench.slack.workload import SlackRequest
-from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
     Event,
     LayerBegan,
@@ -80,11 +79,12 @@ class TruthNow:
         self._machine = machine
         self.prefill_factors: dict[tuple[int, int], float] = {}
         self.decode_factor = 1.0
+        self.interference_now = partial(getattr, machine, "interference")
 
     @property
     def interference(self) -> float:
-        """See Profile."""
-        return self._machine.interference
+        """See Profile; that of the moment."""
+        return float(self.interference_now())
 
     def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
         """See Profile; the factor of the prefill that has this shape."""
@@ -106,27 +106,6 @@ class TruthNow:
 
 def _interference_now(conditions: Conditions, timeline: Timeline) -> float:
     return conditions.interference(timeline.now_ns)
-
-
-class _Told(Estimates):
-    """The estimates of an oracle: it knows the interference of every moment."""
-
-    def __init__(self, profile: Profile, interference: Callable[[], float]) -> None:
-        super().__init__(profile)
-        self._now = interference
-
-    @property
-    def interference(self) -> float:
-        """See Estimates."""
-        return self._now()
-
-
-class Uncorrected(Correction):
-    """What measurements do not change."""
-
-    def measured(self, expected_ns: int, measured_ns: int) -> bool:
-        """See Correction."""
-        return True
 
 
 @dataclass
@@ -181,8 +160,8 @@ class LayeredServer:
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
         self.scheduler = Scheduler(policy, profile)
         if self._truth is not None and conditions is not None:
-            now = partial(_interference_now, conditions, self._timeline)
-            self.state.estimates = _Told(profile, now)
+            self._truth.interference_now = partial(_interference_now, conditions, self._timeline)
+            self.state.estimates.both.learns = False
         self._space = ""
         self._reports = StepReports()
         self._wake_ns: int | None = None

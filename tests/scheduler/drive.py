@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any
 
 from tutti.scheduler.estimates import Correction, Estimates
 from tutti.scheduler.event import (
@@ -51,18 +52,36 @@ class Linear:
 
 def snapshot(state: State) -> State:
     """A copy that later events do not change; deepcopy takes a hundred times as long."""
-    found = copy.copy(state)
-    entries = {id(one): copy.copy(one) for one in (*state.loads.values(), *state.writes.values())}
-    for name, value in vars(state).items():
+    found = _copy(state)
+    entries = {id(one): _copy(one) for one in (*state.loads.values(), *state.writes.values())}
+    for name, value in _attributes(state).items():
         if name == "spaces":
-            found.spaces = {key: copy.copy(one) for key, one in value.items()}
+            found.spaces = {key: _copy(one) for key, one in value.items()}
         elif isinstance(value, dict):
             setattr(found, name, {key: entries[id(one)] for key, one in value.items()})
         elif not isinstance(value, int | None):
-            setattr(found, name, copy.copy(value))
-    for name, value in vars(found.estimates).items():
+            setattr(found, name, _copy(value))
+    for name, value in _attributes(found.estimates).items():
         if isinstance(value, Correction):
-            setattr(found.estimates, name, copy.copy(value))
+            setattr(found.estimates, name, _copy(value))
+    return found
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    """Of an object whose class may be compiled: then it has neither a dictionary nor slots."""
+    names = getattr(one, "__mypyc_attrs__", None) or getattr(one, "__slots__", None) or vars(one)
+    return {name: getattr(one, name) for name in names}
+
+
+def _copy(one: Any) -> Any:
+    """`copy.copy`, of an object whose class may be compiled too."""
+    if not hasattr(one, "__mypyc_attrs__"):
+        return copy.copy(one)
+    if is_dataclass(one):
+        return replace(one)
+    found = type(one)(Linear())
+    for name, value in _attributes(one).items():
+        setattr(found, name, value)
     return found
 
 
@@ -73,7 +92,7 @@ def same(one: State, other: State) -> bool:
 
 def _plain(value: object) -> object:
     if isinstance(value, State | Estimates):
-        return {name: _plain(one) for name, one in vars(value).items() if name not in _ASKED}
+        return {name: _plain(one) for name, one in _attributes(value).items() if name not in _ASKED}
     if isinstance(value, Load | Write):
         return asdict(value)
     if isinstance(value, dict):

@@ -145,7 +145,7 @@ def test_a_profile_of_no_use_ends_slack_not_service(us: float) -> None:
     assert launcher.writes == [Issue("w", 0, 3)]
 
 
-class Broken(SlackPolicy):
+class Broken:
     def decide(self, state: State) -> Decision:
         raise ZeroDivisionError
 

@@ -33,13 +33,15 @@ _CACHE_MAX = 4096
 class Correction:
     """Measured over expected time of one kind of work.
 
-    best, mean: the smallest that was seen for long, and a slower mean.
+    best, mean: the smallest that was seen for long, and a slower mean.  learns: whether what is
+    measured changes it.
     """
 
     factor: float = 1.0
     contradictions: int = 0
     best: float = 0.0  # nothing was measured
     mean: float = 0.0
+    learns: bool = True
 
     @property
     def slowed(self) -> float:
@@ -62,6 +64,8 @@ class Correction:
         """
         if not 0 < measured_ns < ABSURD_NS or expected_ns <= 0:
             return False
+        if not self.learns:
+            return True
         ratio, factor = measured_ns / expected_ns, self.factor
         if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
             ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
@@ -94,23 +98,23 @@ class Estimates:
         self.write = Correction()
         self.both = Correction()  # of the interference
         self._bases: dict[tuple[str, int, int], int] = {}
-        self._interference = 0.0  # not asked yet
+        self._interference = 1.0  # as last asked
 
     @property
     def interference(self) -> float:
         """How many times as long a transfer takes during one in the other direction; at least 1."""
-        factor = (self._interference or self.base_interference) * self.both.factor
+        factor = self.base_interference * self.both.factor
         return factor if factor > 1.0 else 1.0
 
     @property
     def base_interference(self) -> float:
-        """By the profile; 1 at least."""
-        if not self._interference:
-            factor = self._profile.interference
+        """By the profile as it is now; 1 at least."""
+        factor = self._profile.interference
+        if factor != self._interference:
             if not (math.isfinite(factor) and factor > 0):
                 raise ConfigError(f"the profile's interference is {factor}; measure it again")
-            self._interference = max(1.0, factor)
-        return self._interference
+            self._interference = factor
+        return factor if factor > 1.0 else 1.0
 
     def layer_base_ns(self, tokens: int, prefix_tokens: int) -> int:
         """Computing one layer of a prefill."""

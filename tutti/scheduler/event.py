@@ -226,7 +226,7 @@ def from_json(line: str) -> Event:
             values["kind"] = LoadKind(values["kind"])
         if "loads" in values:
             values["loads"] = tuple(str(name) for name in values["loads"])
-        numbers = [f.name for f in fields(kind) if f.type == "int"]
+        numbers = [f.name for f in fields(kind) if f.type in ("int", int)]  # compiled: int
         if any(not isinstance(values.get(n, 0), int) or values.get(n, 0) < 0 for n in numbers):
             raise ValueError("a number is negative or no integer")
         event: Event = kind(**values)

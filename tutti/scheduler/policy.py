@@ -322,7 +322,7 @@ class SlackPolicy:
         """
         factor = state.estimates.read.factor
         is_alone = len(state.loads) == 1 and not state.writes
-        window_ns: float = self._idle_burst_ns if is_alone else self._window_ns
+        window_ns = float(self._idle_burst_ns if is_alone else self._window_ns)
         flying_ns = state.reading.flying_ns * factor
         if free_ns > window_ns and free_ns > flying_ns and len(state.unissued) <= 1:
             uncut_ns = self._uncut_ns(state, flying_ns, needed_ns)
@@ -350,7 +350,7 @@ class SlackPolicy:
         while room_ns > 0 or not (queue.issues or state.reading.flying > 1):  # ends: see ReadOrder
             load, least_ns = queue.head, math.inf
             if load is not None:
-                least_ns = load.arrived_ns + patience_ns
+                least_ns = float(load.arrived_ns + patience_ns)
             for one in running:
                 due_ns = base_ns + queue.next_layer(one) * step_ns
                 latest_ns = one.arrived_ns + patience_ns
