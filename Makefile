@@ -258,7 +258,7 @@ docs: $(VENV)/.docs build/view ## build/docs: the reference of the Python interf
 
 .PHONY: clean
 clean: ## removes what make and the tools made, .venv and the demo's data included
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .tutti-demo* tutti/_native.so
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .tutti-demo* tutti/_native.so tutti/scheduler/*.so
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find $(PYTHON_SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -281,7 +281,7 @@ $(VENV)/.venv:
 
 # Started in the folder above a clone called tutti, Python would take the clone for a package without
 # an __init__.py before it asks setuptools' finder. A package on sys.path comes before both.
-$(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES)
+$(VENV)/.core: $(VENV)/.venv pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard tutti/scheduler/*.py)
 	@command -v $(or $(CXX),g++) > /dev/null || { \
 	  echo "no C++ compiler: install g++, or name one with CXX=..." >&2; exit 1; }
 	@echo "building Tutti in $(VENV), two or three minutes"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import tutti
-from tutti.machine import machine_facts
+from tutti.machine import machine_facts, scheduler_form
 
 
 def describe(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def describe(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "tutti": tutti.__version__,
+        "scheduler": scheduler_form(),
         "commit": commit_of(Path(__file__).resolve().parent),
         "command": command_line(sys.argv),
     }

@@ -43,6 +43,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for module in Path(__file__).parents[1].glob("tutti/scheduler/*.so"):
+        source = module.with_name(f"{module.name.split('.')[0]}.py")
+        if source.exists() and source.stat().st_mtime > module.stat().st_mtime:
+            pytest.exit(f"{source} is newer than what was compiled of it: make install", 2)
     # Pools are opened by the default door: the first one measures the medium, the others, in every
     # process of the run, take what it cached.
     if "XDG_CACHE_HOME" not in os.environ or not hasattr(config, "workerinput"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from tutti.base.units import format_nbytes
 from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.gio_uring.drives.mounts import filesystem_of
+from tutti.scheduler import policy
 
 
 def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, str | int]:
@@ -33,6 +34,11 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
         described["filesystem"] = "none" if is_device else filesystem_of(directory)
         described["disk"] = _disk(status.st_rdev if is_device else status.st_dev)
     return described
+
+
+def scheduler_form() -> str:
+    """Whether it is "compiled", or "interpreted": by a Python for which it was not built."""
+    return "compiled" if policy.__file__.endswith(".so") else "interpreted"
 
 
 def _line(path: str) -> str:

@@ -10,6 +10,7 @@ from tutti.base.units import format_nbytes
 from tutti.commands.outcome import CommandResult
 from tutti.gio_uring.probe import MachineFacts, TransferMemoryFacts, probe_machine
 from tutti.gio_uring.tier import TierFacts
+from tutti.machine import scheduler_form
 
 _DESCRIPTION = """\
 Shows which tiers work on this machine and what blocks the others. No setting is changed; one block
@@ -22,6 +23,10 @@ _BACKINGS = {
     "hugetlb": "reserved hugepages (hugetlb)",
     "thp": "transparent hugepages",
     "pages": "ordinary pages: one descriptor per 4 KiB, which costs bandwidth",
+}
+_SCHEDULERS = {
+    "compiled": "compiled",
+    "interpreted": "interpreted: a decision takes three times as long; it needs mypy",
 }
 
 
@@ -38,7 +43,8 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
 
 def run_probe(args: argparse.Namespace) -> CommandResult:
     machine = probe_machine(args.path)
-    return CommandResult(asdict(machine), _text(machine))
+    facts_of = {**asdict(machine), "scheduler": scheduler_form()}
+    return CommandResult(facts_of, _text(machine))
 
 
 def _verdict(tier: TierFacts) -> str:
@@ -52,6 +58,7 @@ def _text(machine: MachineFacts) -> str:
     rows: list[tuple[str, object]] = [
         ("machine", f"{machine.kernel}, {machine.machine}, {machine.cpus} CPUs, {root}"),
         ("digests", f"XXH3 with {machine.digest_isa} instructions"),
+        ("scheduler", _SCHEDULERS[scheduler_form()]),
         *_uring_rows(machine),
         *_memory_rows(machine.memory),
         ("files", _direct_text(machine)),
