@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tutti.arguments import positive
 from tutti.base.terminal import ProgressFactory, table
@@ -133,7 +133,8 @@ def _simulated(kind: str, drive: str, condition: str, args: argparse.Namespace) 
     server = LayeredServer(
         truth, requests, policy, truth, noise=Noise(), seed=seed, conditions=conditions
     )
-    timed = server.scheduler = Timed(policy, truth)
+    timed = Timed(policy, truth)
+    server.scheduler = cast(Scheduler, timed)
     server.run()
     return timed
 
