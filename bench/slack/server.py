@@ -230,6 +230,7 @@ class LayeredServer:
             return
         decision = self.scheduler.take(event)
         self._watch()
+        self._wake_ns = decision.wake_ns  # the last decision's, as in the dispatcher
         if decision is NOTHING:
             return
         timeline = self._timeline
@@ -247,14 +248,11 @@ class LayeredServer:
             page_nbytes = self._machine.model.page_nbytes
             self._issued_nbytes += issue.count * page_nbytes
             self._writes.start(issue.name, issue.first, issue.count, page_nbytes)
-        wake_ns = decision.wake_ns
-        if wake_ns is not None and (self._wake_ns is None or wake_ns < self._wake_ns):
-            self._wake_ns = wake_ns
-            timeline.at(wake_ns, partial(self._tick, wake_ns))
+        if decision.wake_ns is not None:
+            timeline.at(decision.wake_ns, partial(self._tick, decision.wake_ns))
 
     def _tick(self, when_ns: int) -> None:
         if self._wake_ns == when_ns:
-            self._wake_ns = None
             self._post(Tick(when_ns))
 
     def _copied(self, name: str) -> None:

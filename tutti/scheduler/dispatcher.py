@@ -123,6 +123,8 @@ class Schedule:
 class Dispatcher(Owned):
     """Runs a policy.  Thread-safe: any thread may post; one at a time decides and launches.
 
+    under_way: by the events, taken or not: transfers that are not over, with the pages of writes.
+    now_ns: the time that events are stamped with.
     record: gets every event with the decision that followed, for a trace that replays.
     A profile that says something absurd ends slack, not service: from then on everything goes at
     once, with a line in the log.
@@ -146,13 +148,13 @@ class Dispatcher(Owned):
         self._users = 0
         self._media: frozenset[str] = frozenset()
         self._schedule: Schedule | None = None
-        self._clock = clock or SystemClock()
+        self.now_ns = (clock or SystemClock()).now_ns
         self._record = record
         self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
         self._lock = threading.RLock()  # taken itself: Ctrl-C in Condition.__enter__ keeps it
         self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
-        self._taken: Event | None = None  # what may not be in the state yet
+        self.under_way: dict[str, int] = {}
         self._pumping = threading.Lock()
         self._wake_ns: int | None = None
         self._sleeps_until_ns = 0  # the loop, at the latest; under the lock
@@ -196,15 +198,12 @@ class Dispatcher(Owned):
 
     def detach(self, prefix: str) -> None:
         """Nothing with this prefix is carried out, or waited for, any more."""
-        now_ns, state = self.now_ns(), self.state
+        now_ns = self.now_ns()
         with self._lock:
             self._issuers.pop(prefix[:-1], None)
-            for name in list(state.loads):
+            for name, pages in list(self.under_way.items()):
                 if name.startswith(prefix):
-                    self._events.append(LoadGone(now_ns, name))
-            for name in list(state.writes):
-                if name.startswith(prefix):
-                    self._events.append(WriteGone(now_ns, name))
+                    self.add(WriteGone(now_ns, name) if pages else LoadGone(now_ns, name))
 
     @property
     def state(self) -> State:
@@ -216,10 +215,6 @@ class Dispatcher(Owned):
         load = self.state.loads.get(name)
         return load is not None and load.issued > 0
 
-    def now_ns(self) -> int:
-        """The time that events are stamped with."""
-        return self._clock.now_ns()
-
     def post(self, event: Event) -> None:
         """Takes an event and decides, on the caller's thread if that is free to: see ``decide``."""
         self.add(event)
@@ -229,6 +224,16 @@ class Dispatcher(Owned):
         """Takes an event, for the next ``decide``: for callers that hold locks."""
         with self._lock:
             self._events.append(event)
+            match event:
+                case PagesWritten():
+                    if self.under_way.get(event.name) == event.pages:
+                        del self.under_way[event.name]
+                case LoadGone() | WriteGone():
+                    self.under_way.pop(event.name, None)
+                case LoadKnown():
+                    self.under_way[event.name] = 0
+                case WriteKnown():
+                    self.under_way[event.name] = event.pages
 
     def alone(self, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
         """Takes an event as ``add`` does, if its transfer meets nothing else and may start at once.
@@ -236,41 +241,18 @@ class Dispatcher(Owned):
         Then the caller starts it.  Nothing waits for a decision then, so none is needed before the
         next event.  over: transfers that have ended, and whose end was not added yet.
         """
+        goes = getattr(self._scheduler.policy, "goes_at_once", None)
         with self._lock:
-            if self._under_way() > over or not self._goes(known):
+            if goes is None or len(self.under_way) > over:
                 return False
-            known.at_once = True
-            self._events.append(known)
-        return True
-
-    def _goes(self, known: LoadKnown | WriteKnown) -> bool:
-        goes: Callable[..., bool] | None = getattr(self._scheduler.policy, "goes_at_once", None)
-        try:
-            return goes is not None and goes(self._scheduler.state, known)
-        except Exception:  # a wrong profile, which the decision reports
-            return False
-
-    def _under_way(self) -> int:
-        """Transfers that were announced and are not over, by the events too.  Lock held."""
-        state = self._scheduler.state
-        count = len(state.loads) + len(state.writes)
-        pages: dict[str, int] = {}  # of writes that may not be in the state yet
-        # What is taken now may be there already: then a decision too many.
-        for event in (self._taken, *self._events):
-            kind = type(event)
-            if isinstance(event, WriteKnown):
-                count, pages[event.name] = count + 1, event.pages
-            elif kind is LoadKnown:
-                count += 1
-            elif event is self._taken:
-                continue
-            elif kind is LoadGone or kind is WriteGone:
-                count -= 1
-            elif isinstance(event, PagesWritten):
-                write = state.writes.get(event.name)  # a decision under way may remove it
-                most = pages.get(event.name) if write is None else write.pages
-                count -= most == event.pages
-        return count
+            try:
+                known.at_once = goes(self._scheduler.state, known)
+            except Exception:  # a wrong profile, which the decision reports
+                return False
+            if known.at_once:
+                self.under_way[known.name] = known.pages if type(known) is WriteKnown else 0
+                self._events.append(known)
+            return known.at_once
 
     def note(self, event: Event | None = None) -> None:
         """As ``post`` for the end of a transfer, what the model does, or what was added: the next
@@ -278,7 +260,7 @@ class Dispatcher(Owned):
         """
         if event is not None:
             self.add(event)
-        if self.state.waits or len(self._events) > _ENDS_MAX:
+        if self._scheduler.state.waits or len(self._events) > _ENDS_MAX:
             self.decide()
 
     def decide(self) -> None:
@@ -307,7 +289,7 @@ class Dispatcher(Owned):
         events are answered within the call.
         """
         with self._pumping:
-            self._pump(Tick(self._clock.now_ns()))
+            self._pump(Tick(self.now_ns()))
             return self._wake_ns
 
     def start(self) -> None:
@@ -346,15 +328,11 @@ class Dispatcher(Owned):
 
     def _pump(self, otherwise: Event | None) -> None:
         """Takes what was posted, or ``otherwise`` where that is nothing."""
-        event = self._next(otherwise)
+        events = self._events
+        event = events.popleft() if events else otherwise
         while event is not None:  # bounded: by what is posted
             self._take(event)
-            event = self._next(None)
-
-    def _next(self, otherwise: Event | None) -> Event | None:
-        with self._lock:
-            self._taken = self._events.popleft() if self._events else otherwise
-            return self._taken
+            event = events.popleft() if events else None
 
     def _take(self, event: Event) -> None:
         try:
@@ -386,6 +364,7 @@ class Dispatcher(Owned):
         for name in decision.stops:
             self._try("stop_write", name, name, None)
         for name in decision.drops:
+            self.under_way.pop(name, None)
             self._try("drop", name, name, None)
         for name in decision.copy_outs:
             self._try("copy_out", name, name, WriteGone(self.now_ns(), name))
@@ -410,7 +389,7 @@ class Dispatcher(Owned):
         while not self._stopping:  # bounded by stop()
             self.run_due()
             with self._lock:
-                now_ns = self._clock.now_ns()
+                now_ns = self.now_ns()
                 until_ns = now_ns + round(_NAP_S * 1e9)
                 if self._wake_ns is not None:
                     until_ns = max(now_ns, min(until_ns, self._wake_ns))

@@ -197,18 +197,15 @@ class SlackPolicy:
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool, needed_ns: float
     ) -> Decision:
         """Reads, and writes that are old or too many."""
-        now_ns, pressure = state.now_ns, pressure_of(state, self.limits)
-        chance_ns = state.forced_until_ns  # when writes that wait may go without slack
-        if pressure <= 0:
-            patience_ns = oldest.arrived_ns + self._write_patience_ns
-            if patience_ns > chance_ns:
-                chance_ns = patience_ns
+        now_ns, chance_ns = state.now_ns, state.forced_until_ns
+        if chance_ns > now_ns and state.estimates.write.slowed > 1:
+            return self._until(state, chance_ns, turns, needed_ns)  # whatever the pressure
+        pressure = pressure_of(state, self.limits)
+        if pressure <= 0:  # writes that wait may go without slack once the oldest is too old
+            chance_ns = max(chance_ns, oldest.arrived_ns + self._write_patience_ns)
         budget_ns, share = self._forced(state, oldest, pressure)
         if chance_ns > now_ns and share < 1:
-            reads: tuple[Issue, ...] = ()
-            if not (turns and state.writing.flying):
-                reads = self._reads(state, chance_ns - now_ns, needed_ns)
-            return Decision(reads, (), (), (), (), chance_ns)
+            return self._until(state, chance_ns, turns, needed_ns)
         if turns and state.reading.flying:
             return NOTHING  # as with slack
         writes = self._burst(state, budget_ns, gone)
@@ -217,6 +214,15 @@ class SlackPolicy:
         gap_ns = round(took_ns * state.estimates.write.factor / share)
         wake_ns = now_ns + gap_ns if writes else None
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
+
+    def _until(self, state: State, chance_ns: int, turns: bool, needed_ns: float) -> Decision:
+        """Reads, as no write goes before a moment."""
+        reads: tuple[Issue, ...] = ()
+        if not (turns and state.writing.flying):
+            reads = self._reads(state, chance_ns - state.now_ns, needed_ns)
+        if turns and (reads or state.reading.flying):
+            return Decision(reads) if reads else NOTHING  # their end decides
+        return Decision(reads, wake_ns=chance_ns)
 
     def _takes_turns(self, state: State) -> bool:
         is_known = state.now_ns - state.both_measured_ns < self._probe_ns

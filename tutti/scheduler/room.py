@@ -81,13 +81,9 @@ def _expected(state: State, space: Space, largest: int) -> Iterator[tuple[int, f
         yield largest, before
 
 
-class _Waiting:
-    """A put in memory.  left: pages that are not written.  is_fixed: it cannot be copied."""
-
-    __slots__ = ("is_fixed", "is_locked", "left", "pages")
-
-    def __init__(self, pages: int, left: int, is_locked: bool, is_fixed: bool) -> None:
-        self.pages, self.left, self.is_locked, self.is_fixed = pages, left, is_locked, is_fixed
+#: Of a put in memory, as a list because it is made several times in a decision: its pages, those
+#: that are not written, whether they are locked, and whether it cannot be copied.
+_PAGES, _LEFT, _LOCKED, _FIXED = range(4)
 
 
 class _Room:
@@ -96,8 +92,8 @@ class _Room:
     def __init__(self, state: State, name: str, space: Space, locked: int, staged: int) -> None:
         self._state, self._name = state, name
         self._locked, self._staged = locked - space.source, staged - space.staged
-        self._came: list[_Waiting] = []
-        self._waiting: list[_Waiting] | None = None  # listed once a put does not fit
+        self._queue: list[list[int]] = []
+        self._is_listed = False  # what waits now, once a put does not fit
         self._oldest = self._written = 0
 
     def largest(self) -> int:
@@ -107,57 +103,55 @@ class _Room:
 
     def needed_for(self, pages: int) -> int:
         """Pages to write until one more put fits, those for the puts before included."""
-        if pages <= self._locked or pages <= self._staged:
-            self._take(pages)
-            return self._written
-        if self._waiting is None:
-            self._waiting = [*self._listed(), *self._came]
-        while not self._take(pages) and self._oldest < len(self._waiting):
-            write = self._waiting[self._oldest]
-            self._oldest += 1
-            self._written += write.left
-            if write.is_locked:
-                self._locked += write.pages
-            else:
-                self._staged += write.pages
+        if not self._take(pages):
+            if not self._is_listed:
+                self._queue, self._is_listed = self._listed() + self._queue, True
+            queue = self._queue
+            while not (self._take(pages) or self._copies(pages)) and self._oldest < len(queue):
+                write = queue[self._oldest]
+                self._oldest += 1
+                self._written += write[_LEFT]
+                if write[_LOCKED]:
+                    self._locked += write[_PAGES]
+                else:
+                    self._staged += write[_PAGES]
         return self._written
 
-    def _listed(self) -> list[_Waiting]:
+    def _listed(self) -> list[list[int]]:
         source = PageLocation.SOURCE
         return [
-            _Waiting(one.pages, one.pages - one.written, one.place is source, one.began)
+            [one.pages, one.pages - one.written, one.place is source, one.began]
             for one in self._state.writes.values()
             if one.space == self._name
         ]
 
     def _take(self, pages: int) -> bool:
         is_locked = pages <= self._locked
-        if not is_locked and pages > self._staged:
-            if not self._copies(pages - self._locked):
-                return False
-            is_locked = True
         if is_locked:
             self._locked -= pages
-        else:
+        elif pages <= self._staged:
             self._staged -= pages
-        queue = self._came if self._waiting is None else self._waiting
-        queue.append(_Waiting(pages, pages, is_locked, False))
+        else:
+            return False
+        self._queue.append([pages, pages, is_locked, False])
         return True
 
-    def _copies(self, excess: int) -> bool:
-        """Copies the newest puts that fit, if that is enough."""
-        staged, copied = self._staged, []
-        for write in reversed((self._waiting or [])[self._oldest :]):
-            if excess > 0 and write.is_locked and not write.is_fixed and write.pages <= staged:
-                staged, excess = staged - write.pages, excess - write.pages
+    def _copies(self, pages: int) -> bool:
+        """Takes a put, if copies of the newest that fit make room for it."""
+        staged, excess, copied = self._staged, pages - self._locked, []
+        if staged < excess:
+            return False
+        for write in reversed(self._queue[self._oldest :]):
+            if excess > 0 and write[_LOCKED] and not write[_FIXED] and write[_PAGES] <= staged:
+                staged, excess = staged - write[_PAGES], excess - write[_PAGES]
                 copied.append(write)
         if excess > 0:
             return False
         for write in copied:
-            write.is_locked = False
-            self._locked += write.pages
+            write[_LOCKED] = False
+            self._locked += write[_PAGES]
         self._staged = staged
-        return True
+        return self._take(pages)
 
 
 def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple[str, ...]]:

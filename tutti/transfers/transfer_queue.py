@@ -104,7 +104,8 @@ class TransferQueue(Owned):
             put = QueuedPut(request, progress, n, now)
             core.begin(request.memory)
             if dispatcher is not None and self._most:
-                absent = core.absent(request.keys)
+                # A page that meets no other transfer does not wait: the writer looks for it.
+                absent = None if n == 1 and not dispatcher.under_way else core.absent(request.keys)
                 count = n if absent is None else np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
@@ -124,11 +125,10 @@ class TransferQueue(Owned):
         return progress
 
     def _post_put(self, dispatcher: Dispatcher, put: QueuedPut) -> None:
-        nbytes = self._core.object_nbytes
-        known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, nbytes)
+        known = WriteKnown(dispatcher.now_ns(), put.name, put.rows.size, self._core.object_nbytes)
         if put.open is not None:
             known.can_stop, known.unit_pages = True, -(-self._part_rows(put) // self._core.layers)
-        over, parts = self._over(), []
+        over, parts = self._over() if dispatcher.under_way else 0, []
         with self._lock:  # a close at the same time must not release it first
             if put.is_free:
                 return
@@ -161,38 +161,38 @@ class TransferQueue(Owned):
         if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
             return self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
         name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
-        load = QueuedLoad(name, core.layers)
-        nbytes = core.geometry.slice_nbytes * n
-        known = LoadKnown(at_ns, load.name, load.layers, nbytes, 0, 0, batch=batch)
+        nbytes, load = core.geometry.slice_nbytes * n, None
+        known = LoadKnown(at_ns, name, core.layers, nbytes, 0, 0, batch=batch)
         if memory.path is not None:
-            load.due = threading.Event()
-            known.unit_layers = 1 if getattr(memory.path, "holds", False) else load.layers
+            known.unit_layers = 1 if getattr(memory.path, "holds", False) else core.layers
         elif ahead:
-            known.kind, known.batch = LoadKind.BACKGROUND, batch or load.name
+            known.kind, known.batch = LoadKind.BACKGROUND, batch or name
         # What waits for a clear first would teach the profile a wrong speed.
-        is_alone = core.ready and dispatcher.alone(known, self._over())
+        over = self._over() if dispatcher.under_way else 0
+        is_alone = core.ready and dispatcher.alone(known, over)
         try:
             if is_alone:
-                load.granted = load.layers
                 progress = self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
-                self._alone = load.name, progress
+                self._alone = name, progress
             else:
+                load = QueuedLoad(name, core.layers)
                 with core.admitted(core.config.timeout_s, memory) if admit else nullcontext():
                     given = keys, pages, memory, ahead
                     progress = self._load_in_turn(dispatcher, load, known, given)
         except BaseException:
-            self._gone(dispatcher, load)
+            self._gone(dispatcher, name, 0, load)
             raise
         if known.kind is LoadKind.BACKGROUND:
             joined = BatchJoined(at_ns, known.batch, known.batch)
             progress.on_wanted = partial(dispatcher.post, joined)
-        progress.on_settled(lambda: self._gone(dispatcher, load, ended=True))
+        progress.on_settled(partial(self._gone, dispatcher, name, core.layers, load))
         return progress
 
     def _load_in_turn(
         self, dispatcher: Dispatcher, load: QueuedLoad, known: LoadKnown, given: tuple[Any, ...]
     ) -> LoadProgress:
         timeout_s = self._core.config.timeout_s
+        load.due = threading.Event() if given[2].path is not None else None
         can_hold = load.due is None or known.unit_layers < load.layers
         with self._turn:
             if load.due is not None and can_hold:
@@ -295,12 +295,11 @@ class TransferQueue(Owned):
         dispatcher.decide()
 
     def write(self, launch: Issue) -> None:
-        end = launch.first + launch.count
         with self._lock:
             put = self._puts.get(launch.name)
             if put is None or put.is_free or put.granted < launch.first:
                 return  # given up meanwhile
-            self._parts += self._launch(put, max(end, put.granted))
+            self._parts += self._launch(put, max(launch.first + launch.count, put.granted))
         if not getattr(self._here, "puts", False):
             self._wake.release()
 
@@ -489,12 +488,13 @@ class TransferQueue(Owned):
         put.progress.end_part()
         self._core.end(put.request.memory)
 
-    def _gone(self, dispatcher: Dispatcher, load: QueuedLoad, *, ended: bool = False) -> None:
-        """A load has ended, or could not be started."""
-        layers = load.layers if ended and load.granted == load.layers else 0
+    def _gone(self, to: Dispatcher, name: str, layers: int, load: QueuedLoad | None) -> None:
+        """A load has ended with so many layers.  load: None if it went alone."""
         with self._lock:
-            if self._loads.pop(load.name, None) is not None:
+            if load is not None:
+                layers = layers if load.granted == load.layers else 0
+                self._loads.pop(name, None)
                 self._turn.notify_all()
-            if self._alone[0] == load.name:
+            elif self._alone[0] == name:
                 self._alone = "", None
-        dispatcher.note(LoadGone(dispatcher.now_ns(), load.name, layers))
+        to.note(LoadGone(to.now_ns(), name, layers))
