@@ -199,6 +199,23 @@ def test_what_does_not_fit_is_copied_out_then_dropped() -> None:
     assert (launcher.copied, launcher.dropped) == (["small"], ["large"])
     assert dispatcher.counters()["written_pages"] == 4
     assert dispatcher.counters()["dropped_pages"] == 5
+    assert not dispatcher.under_way, "or no later transfer would start at once"
+
+
+def test_a_transfer_that_left_or_ended_twice_is_no_longer_under_way() -> None:
+    dispatcher, _ = dispatcher_of(clock=ManualClock(0))
+    prefix = dispatcher.attach(Instant())
+    load, write = LoadKnown(0, f"{prefix}1", 1, MB, 0, 0), WriteKnown(0, f"{prefix}2", 2, MB)
+    assert dispatcher.alone(load)
+    assert not dispatcher.alone(write)
+    assert dispatcher.alone(write, over=1)
+    for event in (LoadGone(1, load.name), LoadGone(1, load.name), PagesWritten(1, write.name, 1)):
+        dispatcher.add(event)
+    assert dispatcher.under_way == {write.name: 2}
+    dispatcher.detach(prefix)
+    dispatcher.run_due()
+    state = dispatcher.state
+    assert not (dispatcher.under_way or state.loads or state.writes)
 
 
 def test_many_threads_post() -> None:

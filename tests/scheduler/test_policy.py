@@ -175,6 +175,7 @@ def test_reads_and_writes_take_turns_where_they_hurt_each_other() -> None:
     for state, decision in one.decisions:
         assert not (decision.reads and (state.writing.flying or decision.writes))
         assert not (decision.writes and state.reading.flying)
+        assert not (decision.reads and decision.wake_ns), "the end of the reads decides"
 
 
 def test_reads_and_writes_go_together_where_they_do_not() -> None:

@@ -14,9 +14,10 @@ from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
 from tutti.errors import KeyMissing
 from tutti.scheduler import dispatcher
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
-from tutti.scheduler.event import LoadGone, LoadKnown, WriteKnown
+from tutti.scheduler.event import LoadGone, LoadKnown, PagesWritten, WriteKnown
 from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue
+from tutti.transfers.tickets import PutResult
 
 PROFILE = Linear()
 
@@ -66,6 +67,21 @@ def test_a_transfer_that_is_alone_starts_before_its_decision(
         assert counters["written_pages"] == 4
         assert counters["read_nbytes"] == 4 * GEOMETRY.slice_nbytes * GEOMETRY.layers
         assert counters["ignored"] == 0
+
+
+def test_a_page_that_is_there_and_alone_is_found_by_the_writer(rng: np.random.Generator) -> None:
+    seen: list[Any] = []
+    schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
+    with opened(formatted(), schedule=schedule) as store:
+        scheduler = asleep(store)
+        store.allocate_memory(1)
+        keys = some_keys(rng, 1)
+        assert store.put(keys, [0]).wait(10) == PutResult(stored=1, present=0, dropped=0)
+        assert store.put(keys, [0]).wait(10) == PutResult(stored=0, present=1, dropped=0)
+        wait_idle(scheduler)
+        counters = scheduler.counters()
+        assert [one.there for one in seen if isinstance(one, PagesWritten)] == [0, 1]
+        assert (counters["written_pages"], counters["measurements"]) == (1, 1)
 
 
 def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:

@@ -49,7 +49,8 @@ class Correction:
 
         So a drive whose fast cache has ended writes more in a part of the time than in all of it.
         """
-        return max(1.0, self.mean / self.best / _NOISE) if self.best else 1.0
+        slowed = self.mean / self.best / _NOISE if self.best else 1.0
+        return slowed if slowed > 1.0 else 1.0
 
     @property
     def sustained(self) -> float:
@@ -134,7 +135,9 @@ class Estimates:
 
     def sustained_ns(self, write_ns: int) -> float:
         """Of a page, by the profile ``write_ns``, where writes have all time that helps them."""
-        together = self.interference if self.interference < TURNS_FROM else 1.0
+        together = self.interference
+        if together >= TURNS_FROM:
+            together = 1.0
         return max(1.0, write_ns * self.write.sustained * together)
 
     def layer_ns(self, tokens: int, prefix_tokens: int) -> int:

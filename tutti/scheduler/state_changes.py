@@ -331,22 +331,22 @@ def _pages_written(state: State, event: PagesWritten) -> None:
     if write is None or not write.written < event.pages <= write.may_be_written:
         state.totals.ignored += 1
         return
-    late = max(0, event.pages - write.issued)
-    if late:
+    flown = pages = event.pages - write.written
+    if (late := event.pages - write.issued) > 0:
         _written_after_all(state, write, late)
-    pages = event.pages - write.written
+        flown -= late
     write.written = event.pages
     state.totals.written_pages += pages
-    if event.failed:
+    if event.failed or event.there:
         failed = min(event.failed, event.pages)
-        state.totals.written_pages -= failed
+        state.totals.written_pages -= failed + min(event.there, event.pages)
         state.totals.failed_pages += failed
-    state.totals.written_pages -= min(event.there, event.pages)
-    unmoved = min(event.there + event.failed, pages - late)
-    if unmoved:  # the drive's speed is not learnt from what it did not write
+        # The drive's speed is not learnt from what it did not write.
+        unmoved = min(event.there + event.failed, flown)
         given_up(state, state.writing, state.reading, unmoved, unmoved * write.write_ns)
-    flown, correction = pages - late - unmoved, state.estimates.write
+        flown -= unmoved
     if flown > 0:
+        correction = state.estimates.write
         end(state, state.writing, state.reading, correction, flown, flown * write.write_ns)
     if write.written == write.pages:
         _forget_write(state, write)
@@ -386,8 +386,8 @@ def _write_gone(state: State, event: WriteGone) -> None:
 
 
 def _forget_write(state: State, write: Write) -> None:
-    flying = write.issued - write.written
-    given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
+    if flying := write.issued - write.written:
+        given_up(state, state.writing, state.reading, flying, flying * write.write_ns)
     del state.writes[write.name]
     state.unwritten.pop(write.name, None)
     state.running_on.pop(write.name, None)
