@@ -76,6 +76,30 @@ def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
     assert hits["mq"] == hits["lru"] == 100 * 40
 
 
+def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
+    found = {}
+    for policy in sorted(POLICIES):
+        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        for turn in range(60):
+            for _ in range(16):
+                pool.play(block_keys(bytes(16), range(10_000 + 4 * turn, 10_004 + 4 * turn)))
+            pool.play(block_keys(bytes(16), range(4 * turn, 4 * turn + 4)))
+            if turn >= 10:
+                again = range(4 * turn - 40, 4 * turn - 36)
+                found[policy] = found.get(policy, 0) + pool.play(block_keys(bytes(16), again))
+    assert found["mq"] == found["lru"] == 50 * 4
+
+
+def test_a_large_pool_keeps_less_than_a_64th_free() -> None:
+    pool = eviction.Pool(256 * 128, "mq")
+    requests = [block_keys(bytes(16), range(at, at + 64)) for at in range(0, 253 * 128, 64)]
+    for keys in requests:
+        pool.play(keys)
+    assert [pool.play(keys) for keys in requests] == [64] * len(requests)
+    pool.play(block_keys(bytes(16), range(10**6, 10**6 + 640)))
+    assert pool.evicted > 0
+
+
 def cell(**changes: object) -> dict[str, object]:
     facts: dict[str, object] = {
         "trace": "t",

@@ -87,7 +87,7 @@ def test_agrees_with_the_model(slots: int, seed: int) -> None:
         assert history._gaps.tolist() == model.gaps
     assert model.regretted > 100
     bits = history.lifetime_bits
-    assert 4 * sum(model.gaps[: bits + 1]) >= 3 * sum(model.gaps) > 4 * sum(model.gaps[:bits])
+    assert 8 * sum(model.gaps[: bits + 1]) >= 7 * sum(model.gaps) > 8 * sum(model.gaps[:bits])
 
 
 def test_an_object_is_used_when_it_is_stored_and_once_by_each_load() -> None:

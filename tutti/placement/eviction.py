@@ -21,10 +21,11 @@ _DEPTH_MAX = np.uint64(0xFFFFFFFF)
 def reserve_slots(slots: int) -> int:
     """Free slots that eviction works towards, so that a put finds some.
 
-    In proportion to the pool, however small: a group would be a tenth of a pool of 16 groups, and
-    costs more hits there than a policy can win.
+    A 64th, but no more than 256 where that suffices: what is free holds nothing. A group would be a
+    tenth of a pool of 16 groups, and costs more hits there than a policy can win. In a large pool
+    a 512th, because choosing is O(slots).
     """
-    return max(1, slots // 64)
+    return max(1, min(slots // 64, max(256, slots // 512)))
 
 
 def expected_slots(slots: int, missed: int) -> int:
@@ -39,8 +40,8 @@ class EvictionView:
     `resident`: holds an object. `busy`: pinned, or a write is under way; never a victim. `access`:
     u32, the look-up that last touched it. `depth`: u32, pages before it in its chain.
     `group_slots`: slots of a group; the number of slots is a multiple of it. `uses`: u8, stores and
-    loads of the object. `now`: the latest look-up, no `access` is later. `lifetime_bits`: three
-    quarters of the gaps between uses are shorter than 2 to the power of this, in look-ups
+    loads of the object. `now`: the latest look-up, no `access` is later. `lifetime_bits`: seven
+    eighths of the gaps between uses are shorter than 2 to the power of this, in look-ups
     (tutti/placement/reuse.py).
     """
 
@@ -83,12 +84,13 @@ class MultiQueue:
     """The runs of the lowest queue, by Multi-Queue; of one queue as LeastRecentlyUsed.
 
     An object that was used n times after its first store is in queue log2(n), and falls by one for
-    each lifetime that it is not looked up; there it counts as looked up when it came (Zhou,
-    Philbin, Li: The Multi-Queue Replacement Algorithm for Second Level Buffer Caches, USENIX ATC
-    2001). The lifetime follows the gaps between uses, as theirs follows "temporal distances", and
-    objects that come back after their eviction have the uses they had. So a stream of objects that
-    are used once does not evict what is used again and again, what was loaded once is treated as
-    by LeastRecentlyUsed, and what is no longer used goes after eight lifetimes at most.
+    each lifetime that it is not looked up (Zhou, Philbin, Li: The Multi-Queue Replacement Algorithm
+    for Second Level Buffer Caches, USENIX ATC 2001). The lifetime follows the gaps between uses, as
+    theirs follows "temporal distances", and objects that come back after their eviction have the
+    uses they had. So a stream of objects that are used once does not evict what is used again and
+    again, what was loaded once is treated as by LeastRecentlyUsed, and what is no longer used goes
+    after eight lifetimes at most. What falls counts as looked up when it was, where theirs begins
+    anew: a pool that keeps objects for eight lifetimes evicts as LeastRecentlyUsed.
 
     A run is neighbouring slots of one group that hold successive pages of a chain, were looked up
     together and are in one queue. It goes as a whole.
@@ -97,11 +99,9 @@ class MultiQueue:
     def victims(self, view: EvictionView, n: int) -> Slots:
         """See EvictionPolicy. O(slots), vectorised."""
         bits = np.uint32(min(view.lifetime_bits, 31))
-        age = np.uint32(view.now) - view.access
         queue = _QUEUES[view.uses]
-        falls = np.minimum(queue, age >> bits)
-        youth = ~(age - (falls << bits))
-        return _first_runs(view, (queue - falls).astype(np.uint64) << np.uint64(32) | youth, n)
+        queue -= np.minimum(queue, (np.uint32(view.now) - view.access) >> bits)
+        return _first_runs(view, queue.astype(np.uint64) << np.uint64(32) | view.access, n)
 
 
 #: By uses: the queue of an object.
@@ -118,16 +118,16 @@ def _first_runs(
     slots = np.flatnonzero(view.resident & ~view.busy)
     if n <= 0 or slots.size == 0:
         return slots[:0]
-    rank, depth = rank[slots], view.depth[slots]
+    rank = rank[slots]
+    if slots.size > n:  # whole runs: all of a run have one rank
+        likely = np.flatnonzero(rank <= np.partition(rank, n - 1)[n - 1])
+        slots, rank = slots[likely], rank[likely]
+    depth = view.depth[slots]
     follows = np.diff(slots) == 1
     follows &= slots[1:] % view.group_slots != 0
     follows &= (np.diff(depth.astype(np.int64)) == 1) & (rank[1:] == rank[:-1])
     starts = np.flatnonzero(np.append(True, ~follows))
     ends = np.append(starts[1:], slots.size)
-    if starts.size > n:
-        # Every run gives a slot at least, so n runs suffice and only they need sorting.
-        likely = np.flatnonzero(rank[starts] <= np.partition(rank[starts], n - 1)[n - 1])
-        starts, ends = starts[likely], ends[likely]
     order = np.lexsort((_DEPTH_MAX - depth[starts], rank[starts]))
     enough = int(np.searchsorted(np.cumsum((ends - starts)[order]), n)) + 1
     chosen = order[:enough]

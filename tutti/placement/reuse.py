@@ -3,7 +3,7 @@
 An object is used when it is stored and with each load. The keys that were evicted last, as many as
 the pool has slots, are remembered with their uses ("ghosts"): an object that comes back goes on
 where it left off, and was evicted too early. The number of operations between two uses of an
-object is its gap; three quarters of the gaps are shorter than `lifetime`. The policy of
+object is its gap; seven eighths of the gaps are shorter than `lifetime`. The policy of
 tutti/placement/eviction.py reads both.
 
 No clock is read, and ghosts are found by so much of a key's hash that one key is taken for
@@ -59,9 +59,9 @@ class ReuseHistory:
 
     @property
     def lifetime_bits(self) -> int:
-        """Three quarters of the latest gaps are shorter than 2 to the power of this."""
+        """Seven eighths of the latest gaps are shorter than 2 to the power of this."""
         below = np.cumsum(self._gaps, dtype=np.uint64)
-        return int(np.searchsorted(4 * below, 3 * below[-1]))
+        return int(np.searchsorted(8 * below, 7 * below[-1]))
 
     def recovered(self) -> None:
         """What an open pool starts with: neither times nor numbers of uses survived."""
