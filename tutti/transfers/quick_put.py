@@ -8,6 +8,7 @@ import ctypes
 import errno
 from collections.abc import Callable
 from functools import partial
+from struct import Struct
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from tutti.base.arrays import U32, U64, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
-from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.native import address, quick
@@ -26,16 +26,22 @@ from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutTogether
 
 _NO_STATUS: U32 = np.zeros(0, np.uint32)
+_UINT32 = np.dtype(np.uint32)
+#: What is of one put alone, from ``keys`` on.
+_OWN, _OWN_AT, _DATA_AT = Struct("=9Q"), PutStruct.keys.offset, PutStruct.data.offset
 
 
 class QuickPut:
-    """One of them, under way.  block: its record staging.  words: see tutti_put_words."""
+    """The memory of one of them, which is that of its record staging, ``block``: of one at a time.
 
-    __slots__ = ("block", "flushes_failed", "layers", "n", "place", "together", "words")
+    words: see tutti_put_start.  n: keys of the one under way.
+    """
 
-    def __init__(self, together: PutTogether, n: int, block: int, words: U64, layers: int) -> None:
-        self.together, self.n, self.block = together, n, block
-        self.words, self.place, self.layers = words, address(words), layers
+    __slots__ = ("block", "flushes_failed", "layers", "n", "place", "words")
+
+    def __init__(self, block: int, words: U64, layers: int) -> None:
+        self.block, self.words, self.place, self.layers = block, words, address(words), layers
+        self.n = 0
         self.flushes_failed = 0  # when it started
 
     @property
@@ -68,13 +74,12 @@ class QuickPut:
 class QuickPuts:
     """Starts and ends them.  The caller holds the core's lock.
 
-    most: keys of one.
+    most: keys of one.  blocks: of the table.
     """
 
-    def __init__(self, core: Core, table: RecordTable, most: int) -> None:
+    def __init__(self, core: Core, table: RecordTable, most: int, blocks: int) -> None:
         self._core, self._table, self._most = core, table, most
         self._superblocks: object = None
-        self._staging = table.staging_address
         self._put = put = PutStruct(
             tables=core.placer.tables,
             cache=ctypes.addressof(core.digests.native),
@@ -83,51 +88,44 @@ class QuickPuts:
             member_slots=core.geometry.slots,
             layers=core.layers,
         )
-        self._data = put.data
-        put.data.opcode, put.data.priority = OPCODE_WRITE, PRIORITY_STORE
-        put.data.digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
+        digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
+        self._choices = OPCODE_WRITE, 0, PRIORITY_STORE, digest
         put.records.timeout_ns = nanoseconds(core.config.timeout_s)
         if core.config.durability == "flush":
             put.records.memory = 0  # a flush comes before the records
         self._handle = ctypes.byref(put)
         commands = put.data.slot_runs_max + put.records.slot_runs_max
-        self._words = core.layers + 11 + 3 * commands
+        n, layers = 24 + most * (core.layers + 11 + 3 * commands), core.layers
+        self._puts = [QuickPut(b, np.empty(n, np.uint64), layers) for b in range(blocks)]
 
     def start(
-        self, together: PutTogether, ended: Callable[[QuickPut, Job], None]
+        self, together: PutTogether, ended: Callable[[QuickPut, PutTogether, Job], None]
     ) -> QuickPut | None:
         """Starts a put, and calls back when its job was released; None where it is of another kind,
         and nothing changed.  Raises as Engine.submit.
         """
-        core, request, put = self._core, together.request, self._put
+        core, request = self._core, together.request
         n, memory = len(request.pages), request.memory
-        if n > self._most or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
+        if request.tenant or request.expiry_64s or memory.path is not None or n > self._most:
             return None
-        if memory.path is not None or request.digests is not None:
-            return None
-        if request.tenant or request.expiry_64s:
+        if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
         assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
-        assert request.depths.dtype == request.pages.dtype == np.uint32, "as native code reads them"
+        assert request.depths.dtype == request.pages.dtype == _UINT32, "as native code reads them"
         block = self._table.take()
         if block is None:
             return None
         job = None
         try:
-            words = np.empty(24 + n * self._words, np.uint64)
-            started = QuickPut(together, n, block, words, core.layers)
-            keep = (words, request, memory)
-            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
-            data = self._data
-            data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
-            data.descriptors_max = core.engine.descriptors_of(memory)
-            data.job, data.tag = ctypes.addressof(job.native), job.tag
-            data.held = together.grant is not None
-            put.keys, put.parents = address(request.keys), address(request.parents)
-            put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
-            put.uses, put.access_64s = core.index.uses, core.now_64s()
-            put.first_page = block * self._table.block_records
-            put.staging = self._staging + put.first_page * RECORD_NBYTES
+            started = self._puts[block]
+            started.n = n
+            keep = (started.words, request, memory)
+            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started, together))
+            data = self._put, _DATA_AT, job, request.pages, memory
+            core.slot_jobs.write(*data, *self._choices, together.grant is not None, 0)
+            arrays = address(request.keys), address(request.parents), address(request.depths)
+            now = n, core.sequence, core.index.uses, core.now_64s()
+            _OWN.pack_into(self._put, _OWN_AT, *arrays, *now, *self._table.staging(block))
             if core.members.superblocks is not self._superblocks:
                 self._look()
             result = quick().tutti_put_start(self._handle, started.place)
