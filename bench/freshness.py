@@ -129,6 +129,9 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Functions in bench that show a result, and change no number of it.
+_SHOWN = ("rows_of", "notes_of", "report")
+
 #: What the rows of a figure in docs/figures depend on, by their source.
 _ROWS = {"simulated": "simulate", "measured": "residency"}
 
@@ -156,9 +159,9 @@ def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
     """CHANGED if the measured code differs from that of the checkout, UNKNOWN if it is not known.
 
-    Empty for a result of today's code.  Comments, docstrings, Markdown, and names of files and of
-    modules that are imported are not code.  A result of a checkout with changes of its own is
-    UNKNOWN.
+    Empty for a result of today's code.  Comments, docstrings, Markdown, names of files and of
+    modules that are imported, and what shows a result are not code.  A result of a checkout with
+    changes of its own is UNKNOWN.
     """
     key = _key(name, result)
     measured = _measured(key, str(result["machine"]["commit"]), root)
@@ -212,7 +215,10 @@ def _measured(key: str, commit: str, root: Path) -> str | None:
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:
     """Of (path, text), whatever the paths are."""
-    codes = sorted(_code(Path(path).suffix, text.strip()) for path, text in files)
+    codes = sorted(
+        _code(Path(path).suffix, text.strip(), _SHOWN if path.startswith("bench/") else ())
+        for path, text in files
+    )
     return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:16]
 
 
@@ -243,11 +249,12 @@ def _blob(root: Path, name: str) -> str:
 
 
 @functools.cache
-def _code(suffix: str, text: str) -> str:
-    """What a file does, in a form that comments and names of files do not change."""
+def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
+    """What a file does, in a form that comments, names of files and what is shown do not change."""
     if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
     tree = ast.parse(text)
+    tree.body = [node for node in tree.body if getattr(node, "name", "") not in shown]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module, node.level = None, 0

@@ -28,7 +28,8 @@ POINTS_HEAD = (
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
     return [
         [
-            *(system_of(row), row["router"], f"{row['rate']:.2f}"),
+            f"{system_of(row)}{' (queue grows)' if row['unstable'] else ''}",
+            *(row["router"], f"{row['rate']:.2f}"),
             *(_cell(row, "ttft_ms", name, ".0f") for name in ("mean", "p50", "p99")),
             *(_cell(row, name, "mean", ".1f") for name in ("tpot_ms", "itl_ms")),
             *(_cell(row, name, "", ".1%") for name in SHARES),
@@ -108,6 +109,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             else []
         ),
         *estimated,
+        *["where the queue grows, latencies depend on the run's length: do not compare them"]
+        * any(row["unstable"] for row in result["rows"]),
         *_remote_notes(result),
     ]
 

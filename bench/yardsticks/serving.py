@@ -8,7 +8,7 @@ are medians over them.  After a warm-up that is discarded a server is asked by `
 groups of shared prefixes; by the same prompts again after a flush of the server's own caches, so
 that what hits comes from storage; by SGLang's multi-turn test, which refuses less than every page
 of the turns before; and by conversations of `tutti bench ttft`.  `--bench-multiturn` names SGLang's
-benchmark/hicache/bench_multiturn.py, which its packages lack, to be run as well.  With
+benchmark/hicache/bench_multiturn.py, which its packages lack, to be run twice as well.  With
 `--small-capacity` systems that keep to a capacity are asked once more with one that evicts.
 """
 
@@ -69,45 +69,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder or name of a model with tokenizer")
     parser.add_argument("--dir", default=".", help="folder on the drive (%(default)s)")
     parser.add_argument(
-        "--systems",
-        nargs="+",
-        choices=RECIPES,
-        default=list(RECIPES),
-        help="systems (default: all)",
+        "--systems", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all"
     )
     parser.add_argument("--capacity", default="1GiB", help="size of the storage (%(default)s)")
-    parser.add_argument(
-        "--small-capacity",
-        metavar="SIZE",
-        help=f"also measure a storage that evicts, with {', '.join(_BOUNDED)}",
-    )
+    what = f"also measure a storage that evicts, with {', '.join(_BOUNDED)}"
+    parser.add_argument("--small-capacity", metavar="SIZE", help=what)
     parser.add_argument("--passes", type=int, default=3, help="of all systems (%(default)s)")
     parser.add_argument("--dram", default="1GB", help="host memory for KV (%(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens per page (%(default)s)")
     parser.add_argument("--groups", type=int, default=12, help="shared prefixes (%(default)s)")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per group (%(default)s)")
     parser.add_argument("--prefix-tokens", type=int, default=512, help="shared part (%(default)s)")
-    parser.add_argument(
-        "--question-tokens",
-        type=int,
-        default=64,
-        help="tokens of a question that no other request has (%(default)s)",
-    )
+    what = "tokens of a question that no other request has (%(default)s)"
+    parser.add_argument("--question-tokens", type=int, default=64, help=what)
     parser.add_argument("--clients", type=int, default=6, help="multi-turn clients (%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="turns per client (%(default)s)")
-    parser.add_argument(
-        "--output-tokens", type=int, default=8, help="tokens per answer (%(default)s)"
-    )
+    parser.add_argument("--output-tokens", type=int, default=8, help="per answer (%(default)s)")
     parser.add_argument("--rate", type=float, default=4.0, help="requests/s (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (%(default)s)")
     parser.add_argument("--bench-multiturn", type=Path, help=f"a copy of {SCRIPT}")
     parser.add_argument("--note", default="", help="kept with the result")
-    parser.add_argument(
-        "--more",
-        default="",
-        metavar="ARGUMENTS",
-        help="more arguments for SGLang, in one word: --more='...'",
-    )
+    what = "more arguments for SGLang, in one word: --more='...'"
+    parser.add_argument("--more", default="", metavar="ARGUMENTS", help=what)
     parser.add_argument("--out", type=Path, help="also write the result to this file (JSON)")
 
 
@@ -331,23 +314,18 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
         for step, name in STEPS.items():
             if one := cell.get(step):
                 completed = f"{one['completed']} of {one['requests']}" if "completed" in one else ""
+                possible = one.get("possible_tokens", 0) / one["prompt_tokens"]
                 ttft, rate = one.get("median_ttft_ms"), one.get("request_throughput")
                 rows.append(
                     [
                         *(system, name, completed or "**fails**", str(one["prompt_tokens"])),
                         *(str(one[f"{source}_tokens"]) for source in SOURCES[:3]),
-                        *(f"{one['hit_rate']:.1%}", _possible(one)),
+                        *(f"{one['hit_rate']:.1%}", f"{possible:.1%}"),
                         str(one.get("evicted_tokens", "")),
                         *("" if value is None else f"{value:.3g}" for value in (ttft, rate)),
                     ]
                 )
     return rows
-
-
-def _possible(one: dict[str, Any]) -> str:
-    return (
-        f"{one['possible_tokens'] / one['prompt_tokens']:.1%}" if "possible_tokens" in one else ""
-    )
 
 
 def hit_notes(result: dict[str, Any]) -> list[str]:

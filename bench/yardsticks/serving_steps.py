@@ -31,6 +31,7 @@ STEPS = {
     "sharegpt": "turns as in ShareGPT",
     "multiturn": "long turns",
     "bench_multiturn": "bench_multiturn",
+    "bench_multiturn_again": "bench_multiturn after a flush",
 }
 #: Of a cell whose storage is too small: what it lost shows when all is asked for again.
 SMALL_STEPS = ("first", "again")
@@ -70,6 +71,7 @@ def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
     }
     if target.args.bench_multiturn is not None:
         steps["bench_multiturn"] = partial(_bench_multiturn, target)
+        steps["bench_multiturn_again"] = partial(_bench_multiturn, target, stored=True)
     return {name: step for name, step in steps.items() if not small or name in SMALL_STEPS}
 
 
@@ -162,13 +164,18 @@ def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
     }
 
 
-def _bench_multiturn(target: Target) -> dict[str, Any]:
+def _bench_multiturn(target: Target, *, stored: bool = False) -> dict[str, Any]:
+    """One request at a time: otherwise the speed of answers decides which client asks what.
+
+    stored: every prompt was there before.
+    """
     args, log = target.args, target.folder / "bench_multiturn.jsonl"
     log.unlink(missing_ok=True)
     words = ["--model-path", args.model, "--host", "127.0.0.1", "--port", target.port]
     words += ["--dataset-path", target.texts]
     words += ["--num-clients", args.clients, "--num-rounds", args.rounds]
-    words += ["--request-length", args.prefix_tokens // 2, "--max-parallel", 2]
+    words += ["--request-length", args.prefix_tokens // 2]
+    words += ["--max-parallel", 1, "--ready-queue-policy", "fifo"]
     words += ["--output-length", args.output_tokens, "--request-rate", args.rate]
     # Not the texts of the multi-turn test: storage has them.
     words += ["--disable-auto-run", "--seed", args.seed + 1, "--log-file", log]
@@ -176,18 +183,22 @@ def _bench_multiturn(target: Target) -> dict[str, Any]:
     summary = _last_row(log)["summary"]
     return {
         "requests": args.clients * args.rounds,
-        "possible_tokens": _of_turns(args),
+        "possible_tokens": _of_turns(args, stored=stored),
         "completed": summary["total_requests"],
         "median_ttft_ms": 1e3 * summary["median_ttft"],
         "request_throughput": summary["throughput"],
     }
 
 
-def _of_turns(args: argparse.Namespace) -> int:
-    """Of turns that each hold the one before and its answer, whose last token has no KV."""
-    tokens = args.prefix_tokens // 2 + args.output_tokens
-    found = sum(_whole_pages(turn * tokens - 1, args) for turn in range(1, args.rounds))
-    return int(args.clients * found)
+def _of_turns(args: argparse.Namespace, *, stored: bool = False) -> int:
+    """Of turns that each hold the one before and its answer, whose last token has no KV.
+
+    stored: every turn was there before; its last token is always computed.
+    """
+    turn = args.prefix_tokens // 2 + args.output_tokens
+    first = turn - args.output_tokens if stored else turn
+    ends = range(first, args.rounds * turn, turn)
+    return int(args.clients * sum(_whole_pages(end - 1, args) for end in ends))
 
 
 def found_by_all(prompts: Sequence[Sequence[int]], page_size: int) -> int:

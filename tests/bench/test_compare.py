@@ -305,6 +305,25 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     assert why_stale("threads", result, tmp_path) == CHANGED
 
 
+def test_what_shows_a_result_makes_none_stale(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    bench, core = tmp_path / "bench/threads.py", tmp_path / "tutti/gio_uring/rows.py"
+    for file in (bench, core):
+        file.parent.mkdir(parents=True)
+        file.write_text("def rows_of(n):\n    return n\n")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
+    bench.write_text("def rows_of(n):\n    return -n\n\n\ndef notes_of(n):\n    return []\n")
+    assert not why_stale("threads", result, tmp_path)
+    core.write_text("def rows_of(n):\n    return -n\n")
+    assert why_stale("threads", result, tmp_path) == CHANGED, "only in bench"
+    core.write_text("def rows_of(n):\n    return n\n")
+    bench.write_text("def run(n):\n    return n\n")
+    assert why_stale("threads", result, tmp_path) == CHANGED
+
+
 def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> None:
     git = partial(run_git, tmp_path)
     git("init", "-q")

@@ -12,7 +12,7 @@ import pytest
 from tutti.bench.summary import render
 from tutti.bench.ttft.http import ServerError
 from tutti.bench.yardsticks import serving
-from tutti.bench.yardsticks.serving_steps import found_by_all
+from tutti.bench.yardsticks.serving_steps import STEPS, Target, found_by_all, steps_of
 from tutti.bench.yardsticks.sglang_clients import Clients
 
 METRICS = """
@@ -112,6 +112,31 @@ def test_what_is_possible_is_whole_pages_but_the_last_token() -> None:
     # Nothing; a page, as the last token is computed; the page that both share; twice two pages.
     assert found_by_all([long, long[:8], other, other, long], 4) == 0 + 4 + 4 + 8 + 8
     assert found_by_all([long, long], 64) == 0
+
+
+def test_bench_multiturn_asks_the_same_again_after_a_flush(tmp_path: Path) -> None:
+    script, asked = tmp_path / "multiturn.py", tmp_path / "asked"
+    script.write_text(
+        "import json, sys\n"
+        f"open({str(asked)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        "summary = {'total_requests': 6, 'median_ttft': 0.25, 'throughput': 2.0}\n"
+        "with open(sys.argv[sys.argv.index('--log-file') + 1], 'a') as log:\n"
+        "    log.write(json.dumps({'summary': summary}) + '\\n')\n"
+    )
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    words = ["--clients", "2", "--rounds", "3", "--bench-multiturn", str(script)]
+    args = parser.parse_args(["--model", "m", *words])
+    with Clients(tmp_path) as clients:
+        steps = steps_of(Target(1, clients, tmp_path, tmp_path / "texts.json", args), small=False)
+        assert list(steps) == list(STEPS), "each of them after a flush"
+        first, again = (steps[name]() for name in ("bench_multiturn", "bench_multiturn_again"))
+    one, other = (json.loads(line) for line in asked.read_text().splitlines())
+    assert one == other and one[one.index("--max-parallel") + 1] == "1"
+    # Turns of 256 tokens and 8 of an answer: 256, 520 and 784 tokens in pages of 64.
+    assert first.pop("possible_tokens") == 2 * (256 + 512)
+    assert again.pop("possible_tokens") == 2 * (192 + 512 + 768)
+    assert first == again and again["completed"] == again["requests"] == 6
 
 
 def test_a_test_that_failed_in_one_pass_has_failed() -> None:

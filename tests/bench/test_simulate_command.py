@@ -61,7 +61,10 @@ def test_numbers_have_intervals_over_settings_that_nobody_publishes(
     assert f"{low},{high}" in point
     _, once = simulated(capsys, *words, "--systems", "tutti", "--as-assumed")
     assert once["rows"][0]["ttft_ms"] == row["ttft_ms"] and "intervals" not in once["rows"][0]
-    assert "[" not in simulate.report(once)
+    assert "[" not in simulate.report(once) and "(queue grows)" not in simulate.report(once)
+    once["rows"][0]["unstable"] = True
+    assert "tutti (queue grows)" in simulate.report(once)
+    assert "do not compare them" in simulate.report(once)
 
 
 def test_a_system_waits_for_whole_loads_or_for_layers_by_its_suffix(
