@@ -21,6 +21,7 @@ from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16
 _TOKEN_MAX = 2**32 - 1
+_UINT8 = np.dtype(np.uint8)  # which is compared sooner than what is made one
 
 
 def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
@@ -77,7 +78,7 @@ def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
     Raises KeySizeError saying which key has which size.
     """
     if isinstance(keys, np.ndarray):
-        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
+        if keys.dtype != _UINT8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
             raise KeySizeError(
                 f"keys are an array of {keys.dtype} {keys.shape}; pass uint8 (n, {KEY_NBYTES})"
             )

@@ -28,6 +28,7 @@ MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
 PINS_MAX = 0xFFFF  # of one slot
 
+_UINT8 = np.dtype(np.uint8)
 _DIGESTS = np.uint64(1 << 63)  # above a sequence number
 
 
@@ -117,6 +118,7 @@ class Index:
             slot_mask=(1 << slots.bit_length()) - 1,
         )
         self._handle = ctypes.byref(self.native)
+        self._found, self._found_at = np.empty(0, np.int64), 0
         self._clear_catalogue()
 
     @property
@@ -131,13 +133,12 @@ class Index:
     def match(self, keys: Keys) -> Slots:
         """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
 
-        Counts as an access of every slot returned.
+        Counts as an access of every slot returned, which are to be read before the next look-up.
         """
         self.check_keys(keys)
         self.begin_use()
-        found = np.empty(len(keys), np.int64)
-        arguments = (address(keys), len(keys), self.uses, address(found))
-        return found[: quick().tutti_index_match(self._handle, *arguments)]
+        arguments = (address(keys), len(keys), self.uses, self._room(len(keys)))
+        return self._found[: quick().tutti_index_match(self._handle, *arguments)]
 
     def look(self, keys: Keys) -> Slots:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
@@ -164,6 +165,12 @@ class Index:
         found = np.empty(len(keys), np.int64)
         quick().tutti_index_find(self._handle, address(keys), len(keys), address(found))
         return found
+
+    def has_any(self, keys: Keys) -> bool:
+        """Whether `find` finds one of them."""
+        self.check_keys(keys)
+        arguments = (address(keys), len(keys), self._room(len(keys)))
+        return bool(quick().tutti_index_find(self._handle, *arguments))
 
     def absent(self, keys: Keys) -> Slots:
         """Rows of `keys` that have no slot, each key once, ascending; an access of the others."""
@@ -370,7 +377,14 @@ class Index:
         """Asserts that native code can read them."""
         assert keys.ndim == 2, "keys have the shape (n, 16)"
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
-        assert keys.dtype == np.uint8, "keys are uint8"
+        assert keys.dtype == _UINT8, "keys are uint8"
+
+    def _room(self, n: int) -> int:
+        """Where native code may write n slots of a look-up."""
+        if n > self._found.size:
+            self._found = np.empty(n, np.int64)
+            self._found_at = address(self._found)
+        return self._found_at
 
     def _check_slots(self, slots: Slots) -> None:
         # The native side indexes with these: a wrong one would write outside the arrays.

@@ -66,7 +66,8 @@ class LoadPlan:
     def status(self) -> U32:
         """NVMe status of each, (n,), of a load that was started with the plan."""
         n = self._keys
-        return self._block[(2 + self._layers) * n + n // 8 + 1 :].view(np.uint32)[:n]
+        start = (2 + self._layers) * n + n // 8 + 1
+        return np.frombuffer(self._block, np.uint32, n, 8 * start)
 
 
 class LoadAnswer(LoadPlan):
@@ -94,12 +95,8 @@ class LoadPlanner:
         self._index = index
         self._layers = digests.layers
         self._parts = (index, history, digests)  # which have the memory
-        self._tables = NativeLoadTables(
-            ctypes.addressof(index.native),
-            ctypes.addressof(history.native),
-            ctypes.addressof(digests.native),
-            group_slots,
-        )
+        tables = (index.native, history.native, digests.native)
+        self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)
 
     def plan(self, keys: int, more: int = 0) -> LoadPlan:

@@ -40,7 +40,6 @@ _R = TypeVar("_R")
 
 _RANGE_NLB = 2**31  # a range of a DSM command has 32 bits for its length
 _RANGES = 32  # deallocated at a time
-_MISSING = np.int64(MISSING).tobytes()
 
 
 def releases_lock(
@@ -104,6 +103,7 @@ class Core(InFlight):
         self.index = Index(members.count * self.geometry.slots)
         self._reserve = reserve_slots(self.index.slots)
         self.expected = 0  # pages that a put may bring soon
+        self._expected_most = expected_slots(self.index.slots, self.index.slots)
         self.history = ReuseHistory(self.index.slots)
         self.lookup_pins = LookupPins(
             self.index.kept,
@@ -256,7 +256,7 @@ class Core(InFlight):
 
     def expect(self, pages: int) -> None:
         """A put may bring so many pages soon: there should be room for them.  Lock held."""
-        slots = expected_slots(self.index.slots, pages)
+        slots = min(pages, self._expected_most)
         if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots
             self.wake.release()
@@ -339,11 +339,10 @@ class Core(InFlight):
         return given if isinstance(given, str) else type(given).__name__
 
     def absent(self, keys: Keys) -> Mask | None:
-        """See InFlight: those without a slot.  Octets are compared in less time than numbers."""
-        found = self.index.find(keys)
-        if found.tobytes() == _MISSING * len(keys):
+        """See InFlight: those without a slot."""
+        if not self.index.has_any(keys):
             return None
-        absent: Mask = found == MISSING
+        absent: Mask = self.index.find(keys) == MISSING
         return absent
 
     def take_sequences(self, n: int) -> int:

@@ -24,6 +24,7 @@ from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
+_DEPTHS: U32 = np.arange(4096, dtype=np.uint32)  # of most chains: to cut them out takes less time
 
 
 class PutRequest(NamedTuple):
@@ -59,11 +60,14 @@ class PutRequest(NamedTuple):
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
             depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
         # A copy, as records are written later: each key lies behind its predecessor.
-        chain = np.empty((n + 1, KEY_NBYTES), np.uint8)
-        chain[0] = 0 if parent is None else np.frombuffer(parent, np.uint8)
-        chain[1:] = keys
-        depths = np.arange(depth, depth + n, dtype=np.uint32)
-        return cls(chain[1:], chain[:-1], depths, pages, memory)
+        chain = np.zeros((n + 1, KEY_NBYTES), np.uint8)
+        if parent is not None:
+            chain[0] = np.frombuffer(parent, np.uint8)
+        own, end = chain[1:], depth + n
+        own[...] = keys
+        is_near = end <= _DEPTHS.size
+        depths = _DEPTHS[depth:end] if is_near else np.arange(depth, end, dtype=np.uint32)
+        return cls(own, chain[:-1], depths, pages, memory)
 
     @classmethod
     def checked(
@@ -86,19 +90,9 @@ class PutRequest(NamedTuple):
         """The same for some rows (m,), ascending."""
         if rows.size == len(self.keys):
             return self
-        return self._replace(
-            keys=self.keys[rows],
-            parents=self.parents[rows],
-            depths=self.depths[rows],
-            pages=self.pages[rows],
-            digests=None if self.digests is None else self.digests[rows],
-        )
-
-    def digest_array(self, layers: int) -> U64:
-        """The digests, or an array (n, layers) for them."""
-        return (
-            np.empty((len(self.keys), layers), np.uint64) if self.digests is None else self.digests
-        )
+        digests = None if self.digests is None else self.digests[rows]
+        own = self.keys[rows], self.parents[rows], self.depths[rows], self.pages[rows]
+        return PutRequest(*own, self.memory, self.tenant, self.expiry_64s, digests)
 
     @staticmethod
     def merge(requests: Sequence[PutRequest]) -> PutRequest:

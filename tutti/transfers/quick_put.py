@@ -26,16 +26,20 @@ from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutTogether
 
 _NO_STATUS: U32 = np.zeros(0, np.uint32)
+_UINT32 = np.dtype(np.uint32)
 
 
 class QuickPut:
-    """One of them, under way.  block: its record staging.  words: see tutti_put_words."""
+    """The memory of one of them, which is that of its record staging, ``block``: of one at a time.
 
-    __slots__ = ("block", "flushes_failed", "layers", "n", "place", "together", "words")
+    words: see tutti_put_start.  n: keys of the one under way.
+    """
 
-    def __init__(self, together: PutTogether, n: int, block: int, words: U64, layers: int) -> None:
-        self.together, self.n, self.block = together, n, block
-        self.words, self.place, self.layers = words, address(words), layers
+    __slots__ = ("block", "flushes_failed", "layers", "n", "place", "words")
+
+    def __init__(self, block: int, words: U64, layers: int) -> None:
+        self.block, self.words, self.place, self.layers = block, words, address(words), layers
+        self.n = 0
         self.flushes_failed = 0  # when it started
 
     @property
@@ -68,10 +72,10 @@ class QuickPut:
 class QuickPuts:
     """Starts and ends them.  The caller holds the core's lock.
 
-    most: keys of one.
+    most: keys of one.  blocks: of the table.
     """
 
-    def __init__(self, core: Core, table: RecordTable, most: int) -> None:
+    def __init__(self, core: Core, table: RecordTable, most: int, blocks: int) -> None:
         self._core, self._table, self._most = core, table, most
         self._superblocks: object = None
         self._staging = table.staging_address
@@ -91,33 +95,32 @@ class QuickPuts:
             put.records.memory = 0  # a flush comes before the records
         self._handle = ctypes.byref(put)
         commands = put.data.slot_runs_max + put.records.slot_runs_max
-        self._words = core.layers + 11 + 3 * commands
+        n, layers = 24 + most * (core.layers + 11 + 3 * commands), core.layers
+        self._puts = [QuickPut(b, np.empty(n, np.uint64), layers) for b in range(blocks)]
 
     def start(
-        self, together: PutTogether, ended: Callable[[QuickPut, Job], None]
+        self, together: PutTogether, ended: Callable[[QuickPut, PutTogether, Job], None]
     ) -> QuickPut | None:
         """Starts a put, and calls back when its job was released; None where it is of another kind,
         and nothing changed.  Raises as Engine.submit.
         """
         core, request, put = self._core, together.request, self._put
         n, memory = len(request.pages), request.memory
-        if n > self._most or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
+        if request.tenant or request.expiry_64s or memory.path is not None or n > self._most:
             return None
-        if memory.path is not None or request.digests is not None:
-            return None
-        if request.tenant or request.expiry_64s:
+        if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
         assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
-        assert request.depths.dtype == request.pages.dtype == np.uint32, "as native code reads them"
+        assert request.depths.dtype == request.pages.dtype == _UINT32, "as native code reads them"
         block = self._table.take()
         if block is None:
             return None
         job = None
         try:
-            words = np.empty(24 + n * self._words, np.uint64)
-            started = QuickPut(together, n, block, words, core.layers)
-            keep = (words, request, memory)
-            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
+            started = self._puts[block]
+            started.n = n
+            keep = (started.words, request, memory)
+            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started, together))
             data = self._data
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
             data.descriptors_max = core.engine.descriptors_of(memory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -61,15 +62,8 @@ class _Batch(NamedTuple):
 
     def at(self, mask: npt.NDArray[np.bool_]) -> _Batch:
         digests = None if self.digests is None else self.digests[mask]
-        return _Batch(
-            self.together,
-            self.request.take(np.flatnonzero(mask)),
-            self.rows[mask],
-            self.slots[mask],
-            self.sequences[mask],
-            digests,
-            self.block,
-        )
+        own = self.rows[mask], self.slots[mask], self.sequences[mask], digests
+        return _Batch(self.together, self.request.take(np.flatnonzero(mask)), *own, self.block)
 
 
 class PlannedPut(NamedTuple):
@@ -91,7 +85,7 @@ class Writer:
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self.batch_pages = self._table.block_records
-        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN)
+        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN, _BLOCKS)
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self.batch_ended: Callable[[], object] = lambda: None  # called after each
@@ -178,13 +172,12 @@ class Writer:
         progress.outcome[:] = Outcome.PRESENT
         progress.outcome[rows] = Outcome.PENDING
         together = PutTogether([PutPart(request, every, progress, lambda *_: progress.end_part())])
-        batch = _Batch(
-            together, request.take(rows), rows, chain.slots, chain.sequences, digests, _NO_BLOCK
-        )
+        own = rows, chain.slots, chain.sequences, digests
+        batch = _Batch(together, request.take(rows), *own, _NO_BLOCK)
         self._data_written(batch, status, put.flushes_failed)
 
-    def _quick_ended(self, put: QuickPut, job: Job) -> None:
-        core, together, n = self._core, put.together, put.n
+    def _quick_ended(self, put: QuickPut, together: PutTogether, job: Job) -> None:
+        core, n = self._core, put.n
         with core.lock:
             is_ready = self._quick.end(put)
             if is_ready:
@@ -199,9 +192,8 @@ class Writer:
             return
         digests = put.digests if core.config.verify != "off" else None
         rows = np.arange(n, dtype=np.int64)
-        batch = _Batch(
-            together, together.request, rows, put.slots, put.sequences, digests, put.block
-        )
+        own = rows, put.slots, put.sequences, digests
+        batch = _Batch(together, together.request, *own, put.block)
         status = put.status(of_records=False)
         if not put.is_chained or np.count_nonzero(status):
             self._data_written(batch, status, put.flushes_failed)
@@ -308,7 +300,7 @@ class Writer:
                 on_released=lambda job: self._data_written(batch, job.page_status, failed),
             )
         except BaseException:
-            self._cancel(batch)
+            self._give_up(batch, STATUS_CANCELLED)
             raise
         if together.grant is not None and isinstance(job, Job):
             together.grant.begin(job)  # one that is never allowed to go on ends by its deadline
@@ -318,7 +310,9 @@ class Writer:
         """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
         core, request = self._core, together.request.take(rows)
         has_digests = core.config.verify != "off"
-        digests = request.digest_array(core.layers) if has_digests else None
+        digests = request.digests if has_digests else None
+        if has_digests and digests is None:
+            digests = np.empty((rows.size, core.layers), np.uint64)
         self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
         sequence = core.take_sequences(rows.size)
         placed = core.placer.place(
@@ -412,7 +406,8 @@ class Writer:
         return 0
 
     def _write_records(self, batch: _Batch) -> None:
-        core, request = self._core, batch.request
+        core, request, written = self._core, batch.request, partial(self._records_written, batch)
+        is_durable, timeout_s = core.config.durability == "flush", core.config.timeout_s
         content = RecordContent(
             batch.slots,
             batch.sequences,
@@ -426,13 +421,7 @@ class Writer:
             digests=batch.digests,
         )
         try:
-            self._table.write(
-                batch.block,
-                content,
-                lambda job: self._records_written(batch, job),
-                fua=core.config.durability == "flush",
-                timeout_s=core.config.timeout_s,
-            )
+            self._table.write(batch.block, content, written, fua=is_durable, timeout_s=timeout_s)
         except TuttiError as error:
             self._give_up(batch, error_status(error))
 
@@ -453,9 +442,6 @@ class Writer:
             batch.together.tell(batch.rows, Outcome.STORED)
             core.count_stored(batch.rows.size)
         self._finish(batch)
-
-    def _cancel(self, batch: _Batch) -> None:
-        self._give_up(batch, STATUS_CANCELLED)
 
     def _give_up(self, batch: _Batch, status: int) -> None:
         nothing = np.zeros(batch.rows.size, np.bool_)  # a flush says nothing of single places
