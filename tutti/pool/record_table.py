@@ -72,10 +72,10 @@ class RecordTable(Owned):
         struct.memory, struct.opcode = ctypes.addressof(self._memory.iocb), OPCODE_WRITE
         return struct
 
-    def staging(self, block: int) -> tuple[int, int]:
-        """Address and page number of a block's first record."""
-        page = block * self.block_records
-        return self._buffer.address + page * RECORD_NBYTES, page
+    @property
+    def staging_address(self) -> int:
+        """Of the first block."""
+        return self._buffer.address
 
     def take(self) -> int | None:
         """As ``reserve``, if a block is free now."""

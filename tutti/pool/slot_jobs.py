@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from struct import Struct
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -32,10 +31,6 @@ class SlotJobStruct(ctypes.Structure):
         *members(ctypes.c_uint64, "slot_runs_max memory pages digests job tag timeout_ns"),
         *members(ctypes.c_uint32, "opcode flags priority digest held ahead"),
     )
-
-
-#: What it says of one job, from ``descriptors_max`` on: ctypes would take longer, one by one.
-_OWN, _OWN_AT = Struct("=I7Q6I"), SlotJobStruct.descriptors_max.offset
 
 
 class PutStruct(ctypes.Structure):
@@ -68,9 +63,8 @@ class SlotJobs:
     ) -> None:
         self._engine = engine
         self._places = places  # and with it the memory that the struct names
-        self._slot_runs = -(-slice_nlb // engine.command_nlb_max)
-        self._timeout_ns = nanoseconds(timeout_s)
-        self.words = 1 + 3 * self._slot_runs
+        slot_runs = -(-slice_nlb // engine.command_nlb_max)
+        self.words = 1 + 3 * slot_runs
         self.common = SlotJobStruct(
             engine=engine.handle,
             places=ctypes.addressof(places),
@@ -82,8 +76,8 @@ class SlotJobs:
             psdt=engine.psdt,
             command_nlb_max=engine.command_nlb_max,
             descriptors_max=engine.descriptors_max,
-            slot_runs_max=self._slot_runs,
-            timeout_ns=self._timeout_ns,
+            slot_runs_max=slot_runs,
+            timeout_ns=nanoseconds(timeout_s),
         )
 
     def struct(
@@ -91,16 +85,11 @@ class SlotJobs:
     ) -> SlotJobStruct:
         """Of a job that is open; native code starts it."""
         struct = SlotJobStruct.from_buffer_copy(self.common)
-        self.write(struct, 0, job, pages, memory, 0, 0, 0, 0, held, ahead)
+        struct.descriptors_max = self._engine.descriptors_of(memory)
+        struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
+        struct.job, struct.tag = ctypes.addressof(job.native), job.tag
+        struct.held, struct.ahead = held, ahead
         return struct
-
-    def write(
-        self, out: Any, at: int, job: Job, pages: U32, memory: PagedMemory, *choices: int
-    ) -> None:
-        """Writes what is of one job into a struct at an offset; choices: from ``opcode`` on."""
-        most, place = self._engine.descriptors_of(memory), ctypes.addressof(memory.iocb)
-        own = place, address(pages), 0, ctypes.addressof(job.native), job.tag, self._timeout_ns
-        _OWN.pack_into(out, at + _OWN_AT, most, self._slot_runs, *own, *choices)
 
     def start(
         self,

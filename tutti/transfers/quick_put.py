@@ -8,7 +8,6 @@ import ctypes
 import errno
 from collections.abc import Callable
 from functools import partial
-from struct import Struct
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from tutti.base.arrays import U32, U64, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.native import address, quick
@@ -27,8 +27,6 @@ from tutti.transfers.put_request import PutTogether
 
 _NO_STATUS: U32 = np.zeros(0, np.uint32)
 _UINT32 = np.dtype(np.uint32)
-#: What is of one put alone, from ``keys`` on.
-_OWN, _OWN_AT, _DATA_AT = Struct("=9Q"), PutStruct.keys.offset, PutStruct.data.offset
 
 
 class QuickPut:
@@ -80,6 +78,7 @@ class QuickPuts:
     def __init__(self, core: Core, table: RecordTable, most: int, blocks: int) -> None:
         self._core, self._table, self._most = core, table, most
         self._superblocks: object = None
+        self._staging = table.staging_address
         self._put = put = PutStruct(
             tables=core.placer.tables,
             cache=ctypes.addressof(core.digests.native),
@@ -88,8 +87,9 @@ class QuickPuts:
             member_slots=core.geometry.slots,
             layers=core.layers,
         )
-        digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
-        self._choices = OPCODE_WRITE, 0, PRIORITY_STORE, digest
+        self._data = put.data
+        put.data.opcode, put.data.priority = OPCODE_WRITE, PRIORITY_STORE
+        put.data.digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
         put.records.timeout_ns = nanoseconds(core.config.timeout_s)
         if core.config.durability == "flush":
             put.records.memory = 0  # a flush comes before the records
@@ -104,7 +104,7 @@ class QuickPuts:
         """Starts a put, and calls back when its job was released; None where it is of another kind,
         and nothing changed.  Raises as Engine.submit.
         """
-        core, request = self._core, together.request
+        core, request, put = self._core, together.request, self._put
         n, memory = len(request.pages), request.memory
         if request.tenant or request.expiry_64s or memory.path is not None or n > self._most:
             return None
@@ -121,11 +121,16 @@ class QuickPuts:
             started.n = n
             keep = (started.words, request, memory)
             job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started, together))
-            data = self._put, _DATA_AT, job, request.pages, memory
-            core.slot_jobs.write(*data, *self._choices, together.grant is not None, 0)
-            arrays = address(request.keys), address(request.parents), address(request.depths)
-            now = n, core.sequence, core.index.uses, core.now_64s()
-            _OWN.pack_into(self._put, _OWN_AT, *arrays, *now, *self._table.staging(block))
+            data = self._data
+            data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
+            data.descriptors_max = core.engine.descriptors_of(memory)
+            data.job, data.tag = ctypes.addressof(job.native), job.tag
+            data.held = together.grant is not None
+            put.keys, put.parents = address(request.keys), address(request.parents)
+            put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
+            put.uses, put.access_64s = core.index.uses, core.now_64s()
+            put.first_page = block * self._table.block_records
+            put.staging = self._staging + put.first_page * RECORD_NBYTES
             if core.members.superblocks is not self._superblocks:
                 self._look()
             result = quick().tutti_put_start(self._handle, started.place)
