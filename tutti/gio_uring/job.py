@@ -94,7 +94,7 @@ class Job(Owned):
         """Waits until no command of the job can touch memory any more.  False after the timeout."""
         wait = _native.lib().gio_job_wait_released
         handles = (self._engine.handle, self.native)
-        return in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
+        return self._released or in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
 
     def open_gate(self) -> None:
         """Lets a gated job compare its digests."""
