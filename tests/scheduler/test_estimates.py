@@ -23,6 +23,7 @@ from tutti.scheduler.event import (
     StepEnded,
     Tick,
     WriteKnown,
+    WriteStopped,
 )
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.state import Decision, Issue, State
@@ -202,6 +203,21 @@ def test_the_interference_is_learnt_from_transfers_that_overlap() -> None:
     state = pairs(20, 10_000_000, 20_000_000, 40 * MS)
     assert state.estimates.interference == pytest.approx(3.0, rel=0.05)
     assert state.estimates.read.factor == state.estimates.write.factor == 1.0
+
+
+def test_what_flew_when_a_write_stopped_tells_nothing() -> None:
+    """A write of 80 ms that stops after 50, with 60 of it begun, did not take 10 ms for those."""
+    state = State(Linear(write_gbps=1.0))
+    for number in range(12):
+        at_ns, name = number * 100 * MS, f"w{number}"
+        apply(state, WriteKnown(at_ns, name, pages=8, page_nbytes=10_000_000, can_stop=True))
+        commit(state, Decision(writes=(Issue(name, 0, 8),)))
+        apply(state, WriteStopped(at_ns + 50 * MS, name, 6))
+        apply(state, PagesWritten(at_ns + 60 * MS, name, 6))
+        commit(state, Decision(writes=(Issue(name, 6, 2),)))
+        apply(state, PagesWritten(at_ns + 80 * MS, name, 8))
+    assert state.totals.measurements == 12
+    assert state.estimates.write.factor == 1.0
 
 
 def test_what_ends_right_after_a_measurement_tells_nothing() -> None:

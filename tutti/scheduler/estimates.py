@@ -1,8 +1,7 @@
 """Expected times: a profile, corrected by what was measured since.
 
 A profile is a table of the past.  Each kind of work has a factor that follows the ratio of measured
-to expected time (an exponentially weighted mean within bounds).  When several measurements in a row
-contradict the factor, it starts anew from the last of them.
+to expected time, within bounds.  Several measurements in a row that contradict it replace it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ _FACTOR_MIN, _FACTOR_MAX = 1 / 8, 8.0
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
 _CONTRADICTIONS_MAX = 4
-#: How fast ``mean`` follows, how fast ``best`` forgets, and what of their quotient is noise.
-_MEAN_WEIGHT, _FORGETS, _NOISE = 0.05, 1.005, 1.2
+#: How fast ``best`` forgets.  Slow work takes so many times as long; two in a row tell of it.  How
+#: fast ``slowed`` follows it; what fast work leaves of the excess over 1, less the end.
+_FORGETS, _SLOW, _SLOWED_WEIGHT, _SLOWED_LEFT, _SLOWED_END = 1.005, 2.0, 0.25, 0.98, 0.001
 #: From this interference on, reads and writes take turns.
 TURNS_FROM = 2.0
 #: No layer, step or transfer takes longer: the clock jumped.
@@ -33,27 +33,20 @@ _CACHE_MAX = 4096
 class Correction:
     """Measured over expected time of one kind of work.
 
-    best, mean: the smallest that was seen for long, and a slower mean.
+    best: the smallest that was seen for long.  last: the last one over that.  slowed: how many
+    times as long as at its best much work takes, as on a drive whose fast cache ends; else 1.
     """
 
     factor: float = 1.0
     contradictions: int = 0
     best: float = 0.0  # nothing was measured
-    mean: float = 0.0
-
-    @property
-    def slowed(self) -> float:
-        """How many times as long as at its best the work takes, since there is much of it.
-
-        So a drive whose fast cache has ended writes more in a part of the time than in all of it.
-        """
-        return max(1.0, self.mean / self.best / _NOISE) if self.best else 1.0
+    last: float = 1.0
+    slowed: float = 1.0
 
     @property
     def sustained(self) -> float:
-        """The factor where the work gets 1 / slowed of the time."""
-        slowed = self.slowed
-        return self.best * slowed * slowed if slowed > 1 else self.factor
+        """The factor over all of the time, where the work gets 1 / slowed of it."""
+        return self.best * self.slowed if self.slowed > 1 else self.factor
 
     def measured(self, expected_ns: int, measured_ns: int) -> bool:
         """Takes one more measurement; False for an absurd one, which changes nothing.
@@ -63,12 +56,13 @@ class Correction:
         if not 0 < measured_ns < ABSURD_NS or expected_ns <= 0:
             return False
         ratio, factor = measured_ns / expected_ns, self.factor
-        if not _FACTOR_MIN <= ratio <= _FACTOR_MAX:
-            ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
-        if not self.best:
-            self.best = self.mean = ratio
-        self.best = min(self.best * _FORGETS, max(ratio, factor))
-        self.mean += _MEAN_WEIGHT * (ratio - self.mean)
+        ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
+        self.best = min(self.best * _FORGETS or ratio, max(ratio, factor))
+        before, self.last = self.last, ratio / self.best
+        if self.last < _SLOW:
+            self.slowed = max(1.0, 1 + _SLOWED_LEFT * (self.slowed - 1) - _SLOWED_END)
+        elif self.slowed > 1 or before >= _SLOW:
+            self.slowed += _SLOWED_WEIGHT * (self.last - self.slowed)
         if ratio / factor < _CONTRADICTION and factor / ratio < _CONTRADICTION:
             self.contradictions = 0
         else:

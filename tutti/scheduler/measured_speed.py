@@ -17,7 +17,7 @@ def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -
         if other.flying:
             state.both_since_ns = state.now_ns
         pipe.since_ns = pipe.moved_ns = state.now_ns
-        pipe.done_ns, pipe.flying_ns = 0, 0
+        pipe.done_ns, pipe.flying_ns, pipe.untold = 0, 0, 0
         pipe.both_ns, pipe.from_idle = state.both_ns, True
     pipe.flying += parts
     pipe.flying_ns += expected_ns
@@ -42,16 +42,16 @@ def end(
     pipe.done_ns += base_ns
     pipe.moved_ns = now_ns
     took_ns = now_ns - pipe.since_ns
-    if took_ns < _MEASURED_NS and pipe.flying:
+    if took_ns < _MEASURED_NS and pipe.flying and not pipe.untold:
         return
     both_ns = state.both_ns - pipe.both_ns
-    tells = (took_ns >= _MEASURED_NS or pipe.from_idle) and not state.background_ns
+    tells = (took_ns >= _MEASURED_NS or pipe.from_idle) and not (state.background_ns or pipe.untold)
     if tells and not both_ns:
         measured(state, correction, pipe.done_ns, took_ns)
     elif tells and pipe is state.reading and both_ns >= _BOTH_SHARE * took_ns:
         _learn_interference(state, pipe.done_ns, took_ns, both_ns)
     pipe.since_ns, pipe.done_ns, pipe.both_ns = now_ns, 0, state.both_ns
-    pipe.from_idle = False
+    pipe.from_idle, pipe.untold = False, max(0, pipe.untold - parts)
 
 
 def _count_both(state: State) -> None:
@@ -76,10 +76,10 @@ def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) ->
         return
     if other.flying:
         _count_both(state)
-    pipe.flying -= parts
-    pipe.flying_ns -= base_ns
+    pipe.flying, pipe.flying_ns = pipe.flying - parts, pipe.flying_ns - base_ns
     pipe.since_ns = pipe.moved_ns = state.now_ns
-    pipe.done_ns, pipe.both_ns, pipe.from_idle = 0, state.both_ns, False
+    pipe.done_ns, pipe.both_ns = 0, state.both_ns
+    pipe.from_idle, pipe.untold = False, pipe.flying
 
 
 def measured(state: State, correction: Correction, base_ns: int, measured_ns: int) -> None:

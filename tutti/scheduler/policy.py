@@ -204,6 +204,8 @@ class SlackPolicy:
             if patience_ns > chance_ns:
                 chance_ns = patience_ns
         budget_ns, share = self._forced(state, oldest, pressure)
+        if pressure > 0 and state.estimates.write.slowed > 1:  # after a pause
+            chance_ns = state.writing.moved_ns + round(self._idle_burst_ns * (1 / share - 1))
         if chance_ns > now_ns and share < 1:
             reads: tuple[Issue, ...] = ()
             if not (turns and state.writing.flying):
@@ -224,11 +226,13 @@ class SlackPolicy:
 
     def _forced(self, state: State, oldest: Write, pressure: float) -> tuple[int, float]:
         """(device time, share) of writes without slack: because they are old, or too many."""
-        unit_ns = max(1, round(oldest.unit * oldest.write_ns * state.estimates.write.factor))
-        least = self.limits.forced_share
+        write, least = state.estimates.write, self.limits.forced_share
+        unit_ns = max(1, round(oldest.unit * oldest.write_ns * write.factor))
         if pressure > 0:
-            share = min(1.0, max(pressure, least) / state.estimates.write.slowed)
+            share = min(1.0, max(pressure, least) / write.slowed)
             burst_ns = self._burst_ns if share < 1 else self._idle_burst_ns  # no read goes between
+            if write.slowed > 1:  # at its best the drive writes what the pause made room for
+                burst_ns = round(self._idle_burst_ns * write.factor / write.best)
             return max(unit_ns, burst_ns), share
         return max(unit_ns, self._idle_burst_ns), least
 

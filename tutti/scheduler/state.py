@@ -91,7 +91,8 @@ class Pipe:
     before.  done_ns: what the profile expects for all that ended since then; ends may come in
     bunches, their sum counts.  both_ns: State.both_ns at that moment.  from_idle: it began with
     nothing in flight.
-    moved_ns: when something was issued into an idle pipe, or ended, last.
+    moved_ns: when something was issued into an idle pipe, or ended, last.  untold: parts that flew
+    when others were given up: when they began to move is not known.
     """
 
     flying: int = 0
@@ -101,6 +102,7 @@ class Pipe:
     both_ns: int = 0
     moved_ns: int = 0
     from_idle: bool = False
+    untold: int = 0
 
     def left_ns(self, now_ns: int, factor: float) -> int:
         """Until all in flight has ended, if the device does nothing else."""
