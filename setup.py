@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
 from glob import glob
 from pathlib import Path
 
@@ -103,11 +104,22 @@ def native_library() -> Extension:
 
 
 def compiled_modules() -> list[Extension]:
-    """COMPILED; nothing without mypyc: then they are interpreted."""
+    """COMPILED; nothing without mypyc or Python.h: then they are interpreted.
+
+    What an earlier build left in the tree is removed: it would be imported instead of its source.
+    """
+    current = {Path(path).stem for path in COMPILED} | {"compiled__mypyc"}
     try:
         from mypyc.build import mypycify
     except ImportError:
-        print("mypy is not installed: the scheduler stays interpreted, three times as slow")
+        current.clear()
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        current.clear()
+    for old in Path("tutti/scheduler").glob("*.so"):
+        if old.name.split(".")[0] not in current:
+            old.unlink()
+    if not current:
+        print("without mypy and Python.h the scheduler stays interpreted, three times as slow")
         return []
     options = ["--config-file=", "--follow-imports=skip"]
     modules: list[Extension] = mypycify(

@@ -237,3 +237,15 @@ def test_writes_that_reads_overtake_are_not_interference() -> None:
     """A write of 10 ms beside reads of 20 took 31: its device served the reads first."""
     state = pairs(12, 20_000_000, 10_000_000, 31 * MS)
     assert state.estimates.interference == pytest.approx(1.5, rel=0.05)
+
+
+def test_nothing_is_half_known_of_a_write_that_a_bad_profile_refuses() -> None:
+    profile = Linear()
+    state = State(profile)
+    object.__setattr__(profile, "interference", math.nan)
+    with pytest.raises(ConfigError, match="interference is nan"):
+        apply(state, WriteKnown(0, "w", pages=1, page_nbytes=1))
+    assert not state.writes and not state.waiting_pages
+    object.__setattr__(profile, "interference", 2.0)
+    apply(state, WriteKnown(0, "w", pages=1, page_nbytes=1))
+    assert state.waiting_pages == 1 and state.estimates.interference == 2.0

@@ -11,6 +11,8 @@ import pytest
 from linker_engine import Rig, ahead_pages, damage, in_use, kept_ahead, names, wait_for
 
 from tutti.integration.sglang.direct.reads import Read
+from tutti.scheduler.event import StepBegan, StepEnded
+from tutti.scheduler.loads_and_writes import Phase
 
 OBJECT = 3 * 2 * 4096
 
@@ -193,6 +195,21 @@ def test_the_queue_forgets_a_failed_read_that_a_batch_took(
         assert piece in ahead._staged, "its staging is the batch's until it is released"
         ahead.release(piece.read)
         assert piece not in ahead._staged
+
+
+def test_nothing_is_under_way_once_a_step_used_what_was_read_ahead(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        stored(rig, 10)
+        assert rig.lookup(names(10)) == 10
+        quiet(rig, 10)
+        queue = rig.linker.ahead._queue
+        used = tuple(queue.state.loads)
+        queue.post(StepBegan(queue.now_ns(), Phase.PREFILL, 3, 1, 1, used))
+        queue.post(StepEnded(queue.now_ns()))
+        wait_for(lambda: not queue.state.loads)
+        assert used and set(used) == set(queue.under_way)
+        assert rig.restore(names(10), range(20, 30))
+        wait_for(lambda: not queue.under_way)
 
 
 def test_answers_do_not_depend_on_what_is_staged(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Correction:
             return True
         ratio, factor = measured_ns / expected_ns, self.factor
         ratio = min(_FACTOR_MAX, max(_FACTOR_MIN, ratio))
-        self.best = min(self.best * _FORGETS or ratio, max(ratio, factor))
+        self.best = min(self.best * _FORGETS or math.inf, max(ratio, factor))
         before, self.last = self.last, ratio / self.best
         if self.last < _SLOW:
             self.slowed = max(1.0, 1 + _SLOWED_LEFT * (self.slowed - 1) - _SLOWED_END)

@@ -205,7 +205,8 @@ class SlackPolicy:
             chance_ns = max(chance_ns, oldest.arrived_ns + self._write_patience_ns)
         budget_ns, share = self._forced(state, oldest, pressure)
         if pressure > 0 and state.estimates.write.slowed > 1:  # after a pause
-            chance_ns = state.writing.moved_ns + round(self._idle_burst_ns * (1 / share - 1))
+            pause_ns = min(self._write_patience_ns, round(self._idle_burst_ns * (1 / share - 1)))
+            chance_ns = state.writing.moved_ns + pause_ns
         if chance_ns > now_ns and share < 1:
             return self._until(state, chance_ns, turns, needed_ns)
         if turns and state.reading.flying:
@@ -214,6 +215,8 @@ class SlackPolicy:
         reads = () if turns else self._reads(state)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
+        if state.estimates.write.slowed > 1:
+            gap_ns = min(self._write_patience_ns, gap_ns)
         wake_ns = now_ns + gap_ns if writes else None
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 

@@ -306,7 +306,7 @@ def _write_known(state: State, event: WriteKnown) -> None:
     if bad or event.name in state.writes or event.name in state.loads:
         state.totals.ignored += 1
         return
-    write = state.writes[event.name] = Write(
+    write = Write(
         event.name,
         state.numbers,
         state.now_ns,
@@ -317,10 +317,10 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.space,
         event.can_stop,
     )
+    page_ns = state.estimates.sustained_ns(write.write_ns)  # a bad profile raises: no half a write
     state.numbers += 1
-    page_ns = state.estimates.sustained_ns(write.write_ns)
     state.spaces[write.space].put(state.now_ns, write.pages, page_ns)
-    state.unwritten[event.name] = write
+    state.writes[event.name] = state.unwritten[event.name] = write
     state.waiting_pages += write.pages
     if event.at_once:
         _issue_write(state, Issue(event.name, 0, event.pages), forced=False)

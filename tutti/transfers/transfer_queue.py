@@ -169,9 +169,8 @@ class TransferQueue(Owned):
             known.kind, known.batch = LoadKind.BACKGROUND, batch or name
         # What waits for a clear first would teach the profile a wrong speed.
         over = self._over() if dispatcher.under_way else 0
-        is_alone = core.ready and dispatcher.alone(known, over)
         try:
-            if is_alone:
+            if core.ready and dispatcher.alone(known, over):
                 progress = self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
                 self._alone = name, progress
             else:

@@ -237,8 +237,8 @@ class ReadAhead(Owned):
         self._withdraw(staged.name)
 
     def _withdraw(self, name: str) -> None:
-        """The queue forgets it, if it has not with the step that used it; the thread says so."""
-        if name in self._queue.state.loads:
+        """The queue forgets it; the thread says so."""
+        if name in self._queue.under_way:
             self._queue.add(LoadGone(self._queue.now_ns(), name))
         self._wake.set()
 
