@@ -304,6 +304,12 @@ def test_the_result_has_every_cell() -> None:
     assert (closed, at_most) == ("50% (75 25)", "85% (90 80)")
     assert "simulated" in slack.report(result)
     assert slack_report.counts(result)["stores as much as none"] == "2 of 2"
+    late, p99 = {"first_token_p99_s": 2.0}, "p99 no worse than a tuned fixed"
+    for bound_s, alike in ((1.0, 0), (2.0, 1)):
+        policies = {**row["policies"], "slack": late, "bound": {"first_token_p99_s": bound_s}}
+        missed = {**result, "rows": [{**row, "policies": policies, "bars": {p99: False}}]}
+        note = f"{p99}: {alike} of 1 cells that miss it do so without writes"
+        assert note in slack_report.notes_of(missed)
 
 
 def test_an_opened_store_is_served_by_the_policy_and_limits_that_are_simulated(
