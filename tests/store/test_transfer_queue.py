@@ -15,7 +15,8 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
-from tutti.errors import ConfigError, KeyMissing, TuttiError
+from tutti.errors import CapacityError, ConfigError, KeyMissing, TuttiError
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
@@ -25,7 +26,7 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.store import ObjectStore
 from tutti.transfers.put_request import PutPart, PutTogether
-from tutti.transfers.tickets import Outcome
+from tutti.transfers.tickets import Outcome, PutResult
 
 PROFILE = Linear()
 
@@ -100,6 +101,56 @@ def test_drops_are_told_and_counted(rng: np.random.Generator) -> None:
         assert store.put(keys, np.arange(4)).wait(10).dropped == 4
         assert store.match(keys) == 0
         assert store.stats()["dropped"] == 4
+
+
+class DropsLong(Never):
+    """A policy that launches single pages, and gives up the other writes when it is told to."""
+
+    drops = False
+
+    def decide(self, state: State) -> Decision:
+        waiting = state.unwritten.values()
+        writes = tuple(Issue(w.name, 0, 1) for w in waiting if w.pages == 1)
+        long = tuple(w.name for w in waiting if w.pages > 1)
+        return Decision(writes=writes, drops=long if self.drops else ())
+
+
+def test_a_page_that_another_put_brings_meanwhile_is_not_dropped(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduled(Schedule(PROFILE, policy=DropsLong)) as store:
+        store.allocate_memory(2)
+        keys = some_keys(rng, 2)
+        ticket = store.put(keys, [0, 1])
+        assert store.put(keys[:1], [0]).wait(10).stored == 1
+        assert not ticket.done
+        monkeypatch.setattr(DropsLong, "drops", True)
+        assert store.scheduler is not None
+        store.scheduler.post(StepEnded(store.scheduler.now_ns()))
+        assert ticket.wait(10) == PutResult(stored=0, present=1, dropped=1)
+        assert ticket.outcome.tolist() == [Outcome.PRESENT, Outcome.DROPPED]
+        assert (store.stats()["present"], store.stats()["dropped"]) == (1, 1)
+
+
+def test_a_page_that_another_put_brings_is_there_also_where_no_slot_is_left(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(formatted()) as store:
+        store.allocate_memory(1)
+        key = some_keys(rng, 1)
+        core, taken, others = store._core, [], []
+
+        def make_room(*_: object) -> None:  # waits for space, and has none in time
+            patch.undo()
+            others.append(store.put(key, [0]))
+            taken.append(core.allocator.allocate(core.allocator.free_slots))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._writer._quick, "start", lambda *_: None)
+            patch.setattr(store._reclaimer, "make_room", make_room)
+            assert store.put(key, [0]).wait(10) == PutResult(stored=0, present=1, dropped=0)
+        assert others[0].wait(10).stored == 1
+        core.allocator.free(taken[0])
 
 
 def test_close_launches_what_waits(rng: np.random.Generator) -> None:
@@ -271,6 +322,28 @@ def test_layers_are_read_as_they_are_granted(rng: np.random.Generator) -> None:
         layers = range(store.layout.model_layers)
         assert [(issue.first, issue.count) for issue in reads] == [(one, 1) for one in layers]
         assert [pool.read(page) for page in range(4)] == [pool.read(page) for page in range(4, 8)]
+
+
+def test_a_load_whose_grant_finds_no_memory_says_so(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = Job.grant
+
+    def without_memory(job: Job, layers: int, *report: Any) -> None:
+        if layers > 1:
+            raise CapacityError("no memory for a grant")
+        grant(job, layers, *report)
+
+    store, keys = stored(LayerByLayer, rng, timeout_s=60.0)
+    with store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "grant", without_memory)
+            ticket = store.load(keys, np.arange(4, 8))
+            with pytest.raises(CapacityError, match="no memory for a grant"):
+                ticket.wait(10)
+            assert ticket.failed().size == 4
+        wait_idle(store.scheduler)
+        store.load(keys, np.arange(4, 8)).wait(10)
 
 
 def test_a_load_that_is_never_granted_is_read_after_all(rng: np.random.Generator) -> None:

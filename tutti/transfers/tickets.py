@@ -20,7 +20,7 @@ from tutti.base.checks import function, seconds, takes, whole
 from tutti.base.histogram import Histogram
 from tutti.base.interrupts import Latch
 from tutti.base.process import Owned
-from tutti.errors import DeviceTimeout, PageRangeError, PagesInUse, TuttiError
+from tutti.errors import CapacityError, DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
 from tutti.gio_uring.transfer import HeldTransfer, Transfer
@@ -238,6 +238,8 @@ class LoadTicket(Owned):
                 )
         status = progress.status()
         if np.count_nonzero(status):
+            if progress.refusal is not None:
+                raise copy.copy(progress.refusal) from progress.refusal
             failed = self.failed()
             raise _error(int(progress.status()[failed[0]]), failed, "load")
 
@@ -292,6 +294,7 @@ class LoadProgress:
 
     begun_s: monotonic; now unless it is given.
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
+    refusal: why layers could not be granted.
     on_wanted: of a load of the background, until something waits for it.
     """
 
@@ -310,6 +313,7 @@ class LoadProgress:
         self.layers = layers
         self.parts: list[LoadPart] = []
         self.record_status: U32 = np.zeros(keys, np.uint32)
+        self.refusal: CapacityError | None = None
         self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -343,9 +347,15 @@ class LoadProgress:
         return min((_held(part).layers_ready for part in self.parts), default=self.layers)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
-        """Lets so many layers of a held load be read; see Job.grant."""
-        for part in self.parts:
-            _held(part).grant(layers, report_at, on_ready)
+        """Lets so many layers of a held load be read; see Job.grant.  It ends where that fails."""
+        try:
+            for part in self.parts:
+                _held(part).grant(layers, report_at, on_ready)
+        except CapacityError as error:
+            self.refusal = error
+            for part in self.parts:
+                part.job.cancel()
+            raise
 
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """See LoadTicket."""

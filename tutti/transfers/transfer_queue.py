@@ -322,9 +322,13 @@ class TransferQueue(Owned):
     def drop(self, name: str) -> None:
         put = self._puts.get(name)
         if put is not None and (waiting := self._give_up(put)).size:
-            put.progress.outcome[waiting] = Outcome.DROPPED
-            with self._core.lock:
-                self._core.counters.dropped += waiting.size
+            outcome, core = put.progress.outcome, self._core
+            with core.lock:
+                absent = core.absent(put.request.keys[waiting])  # others may have put some
+                lost = waiting if absent is None else waiting[absent]
+                outcome[waiting], outcome[lost] = Outcome.PRESENT, Outcome.DROPPED
+                core.counters.present += waiting.size - lost.size
+                core.counters.dropped += lost.size
             self._end_rows(put, waiting.size)
 
     def _put_now(self, put: QueuedPut, rows: Rows) -> BaseException | None:
@@ -360,13 +364,6 @@ class TransferQueue(Owned):
             put.open.grant(end, partial(self._progressed, put))
         return parts
 
-    def _launch_granted(self) -> None:
-        """Makes parts of what was granted while too many were open."""
-        with self._lock:
-            for put in self._puts.values():
-                if put.launched < put.granted:
-                    self._parts += self._launch(put, put.granted)
-
     def _part_rows(self, put: QueuedPut) -> int:
         """Of the next part: one batch of the writer, UNIT_NBYTES a layer, no short rest."""
         left, core, batch = put.rows.size - put.launched, self._core, self._writer.batch_pages
@@ -396,7 +393,10 @@ class TransferQueue(Owned):
         while not self._closed:  # bounded by close()
             self._wake.acquire(timeout=_LOOK_S)
             self._core.refill()
-            self._launch_granted()
+            with self._lock:  # what was granted while too many parts were open
+                for put in self._puts.values():
+                    if put.launched < put.granted:
+                        self._parts += self._launch(put, put.granted)
             self._start_parts(None)
 
     def _start_parts(self, most: int | None) -> None:

@@ -121,7 +121,7 @@ class Writer:
                     self.active += 1
                     core.expect(1)  # decoding puts page after page
                     return None
-                new = self._absent_rows(together)
+                new = self._absent(together, np.arange(len(together.request.keys)))
                 grant = self._granted(together, new.size)
             self._put_rows(together, new, grant)
         except BaseException as error:
@@ -222,21 +222,21 @@ class Writer:
                 if taken < rows.size:
                     break
             if done < new.size:
-                together.cut(new[done:], grant.limit if done == granted else None)
                 with self._core.lock:
-                    self._core.counters.dropped += new.size - done
+                    rest = self._absent(together, new[done:])  # others may have put some
+                    self._core.counters.dropped += rest.size
+                together.cut(rest, grant.limit if done == granted else None)
         finally:
             self._give_back(together, granted - written)
 
-    def _absent_rows(self, together: PutTogether) -> Slots:
-        """Rows whose key has no slot, each key once; the others count as accessed."""
-        keys = together.request.keys
-        rows = self._core.index.absent(keys)
-        if rows.size < len(keys):
-            others = np.ones(len(keys), np.bool_)
-            others[rows] = False
-            self._present(together, np.flatnonzero(others))
-        return rows
+    def _absent(self, together: PutTogether, rows: Slots) -> Slots:
+        """Of these rows those whose key has no slot, each key once; the others count as accessed.
+        Lock held.
+        """
+        absent = self._core.index.absent(together.request.keys[rows])
+        if absent.size < rows.size:
+            self._present(together, np.delete(rows, absent))
+        return rows[absent]
 
     def _granted(self, together: PutTogether, n: int) -> Grant:
         """How many of n new rows quotas and budgets let be written, from the first on."""
