@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -138,24 +139,10 @@ class Reclaimer:
             sequences = np.minimum(first + np.arange(slots.size, dtype=np.uint64), COUNTER_MAX - 1)
             core.sequence = min(first + slots.size, COUNTER_MAX)
             content = RecordContent(slots, sequences, state, access_64s=core.now_64s())
-
-            def on_released(
-                job: Job,
-                block: int = block,
-                slots: Slots = slots,
-                outcome: SlotState = outcome,
-                tries: int = tries,
-            ) -> None:
-                self._settle(job, block, slots, outcome, tries)
-
+            settle = partial(self._settle, block, slots, outcome, tries)
+            is_durable, timeout_s = core.config.durability == "flush", core.config.timeout_s
             try:
-                self._table.write(
-                    block,
-                    content,
-                    on_released,
-                    fua=core.config.durability == "flush",
-                    timeout_s=core.config.timeout_s,
-                )
+                self._table.write(block, content, settle, fua=is_durable, timeout_s=timeout_s)
             except TuttiError as error:
                 # The slots stay out of use; the next open finds their records as they are.
                 self._table.release(block)
@@ -169,7 +156,7 @@ class Reclaimer:
                     core.leave_open = True
                     _log.warning("%d slots stay out of use: %s", slots.size, error)
 
-    def _settle(self, job: Job, block: int, slots: Slots, outcome: SlotState, tries: int) -> None:
+    def _settle(self, block: int, slots: Slots, outcome: SlotState, tries: int, job: Job) -> None:
         """The records were written, or not: then they are tried again, and at last given up."""
         core = self._core
         with core.lock:
