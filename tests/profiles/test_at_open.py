@@ -164,6 +164,7 @@ def test_a_slow_medium_is_not_waited_for(
         (300, 100, "measured"),
         (45, 45, "measured"),
         (1000, 12, "estimated"),  # as a drive whose fast cache is full
+        (1000, 8, "estimated"),  # its last transfer alone takes more than a second
         (5, 5, "estimated"),
     ],
 )

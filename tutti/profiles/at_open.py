@@ -288,23 +288,33 @@ def _measured(document: Mapping[str, Any], folders: Sequence[Path], executor: st
         if time.monotonic() > began_s + _WRITTEN_S and done < total:
             raise _TooSlow("the medium is too slow to be measured at a start; run `tutti profile`")
 
-    times: dict[tuple[str, int], list[list[float]]] = {}
     paths = [str(folder / f".tutti-profile-{os.getpid()}") for folder in folders]
     with Medium(
         paths, _FILE_NBYTES, _SIZES[-1], executor=executor, timeout_s=BUDGET_S, wrote=wrote
     ) as medium:
-        medium.time_us("read", _SIZES[0], _SLICE_NBYTES)  # warm-up
-        first = True
-        while first or time.monotonic() < began_s + _ROUNDS_S:
-            for direction in ("read", "write", "both"):
-                for nbytes in _SIZES:
-                    took_us = medium.time_us(direction, nbytes, _SLICE_NBYTES)
-                    times.setdefault((direction, nbytes), []).append(took_us)
-                    if first and time.monotonic() > began_s + BUDGET_S * 0.9:
-                        raise _TooSlow("the medium is too slow to be measured at a start")
-            first = False
+        times = _times(medium, began_s)
     io: dict[str, Any] = {"estimated": False, "read": [], "write": [], "both": []}
     for (direction, nbytes), runs in times.items():
         middle = [median(one) for one in zip(*runs, strict=True)]
         io[direction].append([nbytes, _SLICE_NBYTES, *middle])
     return TableProfile({**document, "medium": medium.facts, "io": io})
+
+
+def _times(medium: Medium, began_s: float) -> dict[tuple[str, int], list[list[float]]]:
+    """Of transfers by their direction and size, at least one of each.
+
+    None begins that would end too late if it were as slow, by its bytes, as the one before.
+    """
+    times: dict[tuple[str, int], list[list[float]]] = {}
+    transfers = [(direction, size) for direction in ("read", "write", "both") for size in _SIZES]
+    us_per_byte = max(medium.time_us("read", _SIZES[0], _SLICE_NBYTES)) / _SIZES[0]  # warm-up
+    while not times or time.monotonic() < began_s + _ROUNDS_S:
+        for direction, nbytes in transfers:
+            if time.monotonic() + us_per_byte * nbytes / 1e6 > began_s + BUDGET_S * 0.9:
+                if len(times) < len(transfers):
+                    raise _TooSlow("the medium is too slow to be measured at a start")
+                return times
+            took_us = medium.time_us(direction, nbytes, _SLICE_NBYTES)
+            times.setdefault((direction, nbytes), []).append(took_us)
+            us_per_byte = max(took_us) / nbytes
+    return times
