@@ -51,6 +51,7 @@ class Limits:
         is dropped costs more than a bubble.
     probe_us: reads and writes go together once in this time where they otherwise take turns, to
         measure what that costs.
+    Counts are Python's integers: compiled, this refuses those of numpy with a TypeError.
     Raises ConfigError for values out of range.
     """
 
