@@ -344,13 +344,9 @@ class ObjectStore(Owned, Store):
             self._io.flush(self.members.nsids())
             self.controller.check_places()
             if not core.unproven and not core.leave_open:
-                self._mark_clean()
-
-    def _mark_clean(self) -> None:
-        core = self._core
-        snapshots = write_snapshots(core)
-        self._io.flush(self.members.nsids())
-        self.members.mark_clean(core.sequence, snapshots)
+                snapshots = write_snapshots(core)
+                self._io.flush(self.members.nsids())
+                self.members.mark_clean(core.sequence, snapshots)
 
     def _watch_expiry(self) -> None:
         self.catalogue.expiry.watch(True)

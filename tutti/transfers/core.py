@@ -300,7 +300,7 @@ class Core(InFlight):
             busy = int(np.count_nonzero(self.index.busy()))
             namespaces = self.quotas.stats(self.index)
         payload = counters["payload_written_nbytes"]
-        runs = counters["load_runs"]
+        runs, given = counters["load_runs"], self.config.eviction
         return {
             **counters,
             "slots": counts,
@@ -325,18 +325,12 @@ class Core(InFlight):
             "index_nbytes_per_object": (
                 self.index.nbytes_per_slot + self.history.nbytes / self.index.slots
             ),
-            "eviction": self.eviction_name,
+            "eviction": given if isinstance(given, str) else type(given).__name__,
             "evicted_too_early": self.history.regretted,
             "callback_errors": self.guard.errors,
             "load_latency": self.load_latency.as_dict(),
             "store_latency": self.store_latency.as_dict(),
         }
-
-    @property
-    def eviction_name(self) -> str:
-        """Of the policy in force."""
-        given = self.config.eviction
-        return given if isinstance(given, str) else type(given).__name__
 
     def absent(self, keys: Keys) -> Mask | None:
         """See InFlight: those without a slot."""

@@ -52,7 +52,7 @@ class Reclaimer:
         """Whether slots are on their way to being free."""
         return self._active > 0 or bool(self._queue) or self.returning > 0
 
-    def make_room(self, n: int, deadline_s: float, kept: Slots) -> None:
+    def make_room(self, n: int, timeout_s: float, kept: Slots) -> None:
         """Sees to it that ``n`` slots are free, or as many as can be evicted in time.
 
         kept: slots that do not go.
@@ -63,7 +63,7 @@ class Reclaimer:
         if core.allocator.free_slots < n:
             core.counters.space_waits += self.busy
             core.changed.wait_for(
-                lambda: core.allocator.free_slots >= n or not self.busy or core.closing, deadline_s
+                lambda: core.allocator.free_slots >= n or not self.busy or core.closing, timeout_s
             )
         core.check_open()
 

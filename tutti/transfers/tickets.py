@@ -64,7 +64,8 @@ class PutTicket(Owned):
 
     def __repr__(self) -> str:
         counts = Counter(Outcome(code).name.lower() for code in self.outcome.tolist())
-        return f"<PutTicket: {_listed(counts, 'no keys')}>"
+        listed = ", ".join(f"{n} {name}" for name, n in counts.items())
+        return f"<PutTicket: {listed or 'no keys'}>"
 
     @property
     def done(self) -> bool:
@@ -401,10 +402,6 @@ class LoadProgress:
 def _held(part: LoadPart) -> HeldTransfer:
     assert isinstance(part.job, HeldTransfer), "an engine that holds layers"
     return part.job
-
-
-def _listed(counts: Counter[str], none: str) -> str:
-    return ", ".join(f"{n} {name}" for name, n in counts.items()) or none
 
 
 def _left_s(deadline_s: float) -> float:

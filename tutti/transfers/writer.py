@@ -227,7 +227,9 @@ class Writer:
                     self._core.counters.dropped += rest.size
                 together.cut(rest, grant.limit if done == granted else None)
         finally:
-            self._give_back(together, granted - written)
+            if granted > written and not self._core.is_unlimited:
+                with self._core.lock:
+                    self._core.quotas.give_back(together.request.tenant, granted - written)
 
     def _absent(self, together: PutTogether, rows: Slots) -> Slots:
         """Of these rows those whose key has no slot, each key once; the others count as accessed.
@@ -258,12 +260,6 @@ class Writer:
             grant = quotas.grant(tenant, n, core.index, evict)
         core.counters.over_budget += grant.over_budget
         return grant
-
-    def _give_back(self, together: PutTogether, n: int) -> None:
-        """So many rows were granted and not written."""
-        if n and not self._core.is_unlimited:
-            with self._core.lock:
-                self._core.quotas.give_back(together.request.tenant, n)
 
     def _present(self, together: PutTogether, rows: Slots) -> None:
         together.tell(rows, Outcome.PRESENT)
