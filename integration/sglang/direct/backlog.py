@@ -452,14 +452,11 @@ class Backlog(Owned):
             self._breaker.success()
         if failed:
             self._breaker.failure()
-            self._report(ticket)
+            try:
+                ticket.wait(0.001)
+            except TuttiError as error:
+                self._errors.add(f"offload: {type(error).__name__}", error)
         self._stored(launch, offload, part, failed + dropped)
-
-    def _report(self, ticket: PutTicket) -> None:
-        try:
-            ticket.wait(0.001)
-        except TuttiError as error:
-            self._errors.add(f"offload: {type(error).__name__}", error)
 
     def _stored(self, launch: Issue, offload: Offload, part: OffloadPart, lost: int) -> None:
         """The medium does not read these pages any more; so many of them were not stored."""

@@ -128,18 +128,24 @@ class ReadAhead(Owned):
                 self._notes[rid] = _Note(wanted, self._clock)
                 self._notes.move_to_end(rid)
             else:
-                self._forget(rid)
+                self.forget(rid)
             while self._notes:
                 oldest = next(iter(self._notes))
                 if self._notes[oldest].seen >= self._clock - self._lookups:
                     break
-                self._forget(oldest)
+                self.forget(oldest)
         self._wake.set()
 
     def forget(self, rid: str) -> None:
         """The request loads now, or has gone away."""
         with self._changed:
-            self._forget(rid)
+            self._notes.pop(rid, None)
+            if self._piece is not None and self._piece.rid == rid:
+                self._queue.add(LoadGone(self._queue.now_ns(), self._piece.name))
+                self._piece = None
+            for staged in [staged for staged in self._staged if rid in staged.rids]:
+                staged.rids.discard(rid)
+                self._drop_unwanted(staged)
 
     def staged_pages(self, stored_pool: StoredPool, keys: Keys) -> int:
         """How many of ``keys``, from the first on, are staged or on their way."""
@@ -197,7 +203,7 @@ class ReadAhead(Owned):
         """Forgets all requests."""
         with self._changed:
             for rid in list(self._notes):
-                self._forget(rid)
+                self.forget(rid)
 
     def close(self, timeout_s: float) -> None:
         """As reset, and ends the thread."""
@@ -215,15 +221,6 @@ class ReadAhead(Owned):
             if self._piece is not None and self._piece.name == launch.name:
                 self._piece.is_issued = True
         self._wake.set()
-
-    def _forget(self, rid: str) -> None:
-        self._notes.pop(rid, None)
-        if self._piece is not None and self._piece.rid == rid:
-            self._queue.add(LoadGone(self._queue.now_ns(), self._piece.name))
-            self._piece = None
-        for staged in [staged for staged in self._staged if rid in staged.rids]:
-            staged.rids.discard(rid)
-            self._drop_unwanted(staged)
 
     def _drop_unwanted(self, staged: _Staged) -> None:
         if staged.rids or staged.users:
