@@ -19,6 +19,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
+from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import MISSING, Index
 from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
@@ -283,6 +284,17 @@ class QueuedPut:
         return count(Outcome.DROPPED) + count(Outcome.FAILED), count(Outcome.PRESENT)
 
 
+class PlannedPut(NamedTuple):
+    """A chain that another process writes.  begun_s: monotonic.
+
+    flushes_failed: how many flushes had failed when it was planned.
+    """
+
+    chain: PlacedChain
+    flushes_failed: int
+    begun_s: float
+
+
 class PutTogether:
     """Parts of one or several puts that are written as one; each ticket hears of its own rows.
 
@@ -347,7 +359,7 @@ class PutTogether:
         """Pages were placed here."""
         for part in self._parts:
             if slots.size < len(part.request.keys):
-                part.progress.slots.append(slots)
+                part.progress.slots.append(slots.copy())
 
     @property
     def is_cut(self) -> bool:
@@ -358,11 +370,6 @@ class PutTogether:
     def cut_by(self) -> Limit | None:
         """Of puts that are cut: they are of one kind."""
         return self._parts[0].progress.cut_by
-
-    def tell_all(self, outcome: Outcome) -> None:
-        """All rows have this outcome."""
-        for part in self._parts:
-            part.progress.outcome[part.rows] = outcome
 
     def add_batch(self) -> None:
         """One more batch of these rows is under way."""
