@@ -305,10 +305,13 @@ class PutTogether:
     def __init__(self, parts: Sequence[PutPart]) -> None:
         self._parts, self._lock = parts, threading.Lock()
         self._left = 1  # the submission itself, then batches
-        self.grant, self.request = parts[0].grant, parts[0].request.take(parts[0].rows)
+        first = parts[0]
+        self.grant, self.request = first.grant, first.request
         if len(parts) > 1:
             self.grant = None
             self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
+        elif first.rows.size != len(first.request.keys):
+            self.request = first.request.take(first.rows)
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""
@@ -404,7 +407,10 @@ def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once
 
     Raises PageRangeError, ConfigError.
     """
-    numbers = check_lengths(keys, memory.check_pages(pages))
-    if once and len(set(numbers.tolist())) != numbers.size:
+    numbers = memory.check_pages(pages)
+    n = numbers.size
+    if n != len(keys):
+        check_lengths(keys, numbers)
+    if once and n > 1 and len(set(numbers.tolist())) != n:
         raise ConfigError("a page is named twice; give every key a page of its own")
     return numbers

@@ -106,7 +106,20 @@ class Writer:
                 if 0 in together.request.depths.tolist():
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
-                if self._start_short(parts, together):
+                request, rows, quick = together.request, parts[0].rows, None
+                n = len(request.keys)
+                is_whole = request is parts[0].request or all(
+                    part.rows.size == len(part.request.keys) for part in parts
+                )
+                block = self._table.take() if is_whole and n <= BLOCK_RECORDS_MIN else None
+                if block is not None:
+                    try:
+                        rows = rows if rows.size == n else np.arange(n, dtype=np.int64)
+                        quick = self._start_quick(together, request, rows, block)
+                    finally:
+                        if quick is None:
+                            self._release(block)
+                if quick is not None:
                     core.expect(1)  # decoding puts page after page
                     return None
                 new = self._absent_rows(together)
@@ -163,21 +176,6 @@ class Writer:
         own = rows, chain.slots, chain.sequences, digests
         batch = _Batch(together, request.take(rows), *own, _NO_BLOCK)
         self._data_written(batch, status, put.flushes_failed)
-
-    def _start_short(self, parts: Sequence[PutPart], together: PutTogether) -> bool:
-        """Starts short puts as they are, if they need neither a choice nor to wait.  Lock held."""
-        request, n = together.request, len(together.request.keys)
-        is_whole = all(part.rows.size == len(part.request.keys) for part in parts)
-        block = self._table.take() if is_whole and n <= BLOCK_RECORDS_MIN else None
-        if block is None:
-            return False
-        rows, started = np.arange(n, dtype=np.int64) if len(parts) > 1 else parts[0].rows, None
-        try:
-            started = self._start_quick(together, request, rows, block)
-        finally:
-            if started is None:
-                self._release(block)
-        return started is not None
 
     def _start_quick(
         self, together: PutTogether, request: PutRequest, rows: Slots, block: int
