@@ -24,6 +24,7 @@ from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import Outcome
+from tutti.transfers.writer import Writer
 
 
 @pytest.fixture
@@ -214,3 +215,20 @@ def test_what_was_not_written_is_a_failure_and_a_miss(rng: np.random.Generator, 
             i not in failed for i in range(3)
         ]
         assert store.put(keys, [0, 1, 2]).wait(5).stored == len(failed)
+
+
+def test_records_follow_their_data_without_python(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Also those of puts that some keys of are there, and that evict others."""
+    monkeypatch.delattr(Writer, "_write_records")
+    with opened(formatted()) as store:
+        pool, keys = store.allocate_memory(40), some_keys(rng, 36)
+        contents = fill(pool, range(20), rng)
+        assert store.put(keys[:12], np.arange(12)).wait(5).stored == 12
+        result = store.put(keys[:16], np.arange(16)).wait(5)
+        assert (result.stored, result.present) == (4, 12)
+        assert store.put(keys[16:], np.arange(20)).wait(5).stored == 20
+        assert store.stats()["evicted"] > 0
+        store.load(keys[16:], np.arange(20, 40)).wait(5)
+        assert [pool.read(page) for page in range(20, 40)] == contents

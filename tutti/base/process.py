@@ -24,6 +24,7 @@ from tutti.errors import ConfigError, ForkedProcess
 
 #: A plain set of references, as a WeakSet takes twice the time for each object.
 _owned: set[weakref.ref[Owned]] = set()
+_reference, _forget = weakref.ref, _owned.discard
 _exits: set[Callable[[], object]] = set()
 _files: weakref.WeakSet[FileIO | socket.socket] = weakref.WeakSet()
 _File = TypeVar("_File", bound=FileIO | socket.socket)
@@ -37,8 +38,8 @@ class Owned:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        self = super().__new__(cls)
-        _owned.add(weakref.ref(self, _owned.discard))
+        self = object.__new__(cls)
+        _owned.add(_reference(self, _forget))
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from tutti.base.arrays import U32
 from tutti.base.callbacks import Guard
 from tutti.base.interrupts import in_pieces
-from tutti.base.process import Owned
 from tutti.errors import CapacityError, Unsupported
 from tutti.gio_uring import _native
 from tutti.gio_uring.engine_structs import JobReport
@@ -30,8 +29,8 @@ def nanoseconds(seconds: float) -> int:
     return max(0, int(seconds * 1e9))
 
 
-class Job(Owned):
-    """One I/O control block on its way.  Thread-safe.
+class Job:
+    """One I/O control block on its way.  Thread-safe.  Its engine is foreign to a forked child.
 
     page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
     is done.  native: the native job, which its submission writes before any service thread has it.
@@ -92,9 +91,11 @@ class Job(Owned):
 
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until no command of the job can touch memory any more.  False after the timeout."""
+        if self._released:
+            return True
         wait = _native.lib().gio_job_wait_released
         handles = (self._engine.handle, self.native)
-        return self._released or in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
+        return in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
 
     def open_gate(self) -> None:
         """Lets a gated job compare its digests."""

@@ -25,8 +25,9 @@ from tutti.node.messages import MoveJob, statuses_of
 from tutti.placement.load_plan import LoadPlan
 from tutti.pool.slot_extents import SlotExtents
 from tutti.transfers.loader import Loader
+from tutti.transfers.put_request import PlannedPut
 from tutti.transfers.tickets import PutProgress
-from tutti.transfers.writer import PlannedPut, Writer
+from tutti.transfers.writer import Writer
 
 
 class RemoteJob:

@@ -22,52 +22,48 @@ MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
 
 class LoadPlan:
-    """Slots of the keys of a load, which are pinned, and what is known of them, in one block.
+    """Slots of the keys of a load, which are pinned, and what is known of them, in one block, which
+    native code writes.
 
     runs: how many runs the slots are.  more: words for each key behind what is described here.
     rest: further words.
     """
 
-    __slots__ = ("_block", "_keys", "_layers", "runs")
+    __slots__ = ("_keys", "_layers", "block", "runs")
 
     def __init__(self, keys: int, layers: int, more: int, rest: int = 0) -> None:
         words = keys * (2 + layers + more) + keys // 8 + 2 + rest
-        self._block: U64 = np.empty(words, np.uint64)
+        self.block: U64 = np.empty(words, np.uint64)
         self._keys, self._layers, self.runs = keys, layers, 0
-
-    @property
-    def address(self) -> int:
-        """Where native code writes it."""
-        return address(self._block)
 
     @property
     def slots(self) -> Slots:
         """(n,)"""
-        return self._block[: self._keys].view(np.int64)
+        return self.block[: self._keys].view(np.int64)
 
     @property
     def sequences(self) -> U64:
         """Sequence numbers of the objects, (n,)."""
-        return self._block[self._keys : 2 * self._keys]
+        return self.block[self._keys : 2 * self._keys]
 
     @property
     def digests(self) -> U64:
         """(n, layers), of rows with MARK_KNOWN."""
         n, layers = self._keys, self._layers
-        return self._block[2 * n : (2 + layers) * n].reshape(n, layers)
+        return self.block[2 * n : (2 + layers) * n].reshape(n, layers)
 
     @property
     def marks(self) -> npt.NDArray[np.uint8]:
         """MARK bits, (n,)."""
         n = self._keys
-        return self._block[(2 + self._layers) * n :].view(np.uint8)[:n]
+        return self.block[(2 + self._layers) * n :].view(np.uint8)[:n]
 
     @property
     def status(self) -> U32:
         """NVMe status of each, (n,), of a load that was started with the plan."""
         n = self._keys
         start = (2 + self._layers) * n + n // 8 + 1
-        return np.frombuffer(self._block, np.uint32, n, 8 * start)
+        return np.frombuffer(self.block, np.uint32, n, 8 * start)
 
 
 class LoadAnswer(LoadPlan):
@@ -82,8 +78,8 @@ class LoadAnswer(LoadPlan):
     def answer(self) -> memoryview | None:
         """None where it takes several jobs, or digests have to be read first."""
         start = (2 + self._layers) * self._keys + self._keys // 8 + 1
-        nbytes = int(self._block[start])
-        return self._block[start + 1 :].view(np.uint8).data[:nbytes] if nbytes else None
+        nbytes = int(self.block[start])
+        return self.block[start + 1 :].view(np.uint8).data[:nbytes] if nbytes else None
 
 
 class LoadPlanner:
@@ -98,10 +94,6 @@ class LoadPlanner:
         tables = (index.native, history.native, digests.native)
         self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)
-
-    def plan(self, keys: int, more: int = 0) -> LoadPlan:
-        """Memory for the plan of a load; more: see LoadPlan."""
-        return LoadPlan(keys, self._layers, more)
 
     def begin(
         self,
@@ -123,8 +115,8 @@ class LoadPlanner:
         index.begin_use()
         if not index.native.hits:
             index.own("hits")
-        plan = plan or self.plan(n)
-        arguments = (self._handle, address(keys), n, index.uses, verify, plan.address)
+        plan = plan or LoadPlan(n, self._layers, 0)
+        arguments = (self._handle, address(keys), n, index.uses, verify, address(plan.block))
         if start is None:
             plan.runs = quick().tutti_load_plan(*arguments)
         else:
@@ -141,7 +133,7 @@ class LoadPlanner:
         if not index.native.hits:
             index.own("hits")
         plan = LoadAnswer(n, self._layers)
-        arguments = (self._handle, keys, n, index.uses, verify, job, plan.address)
+        arguments = (self._handle, keys, n, index.uses, verify, job, address(plan.block))
         plan.runs = quick().tutti_load_answer(*arguments)
         if plan.runs < 0:
             raise LookupError(-1 - plan.runs)

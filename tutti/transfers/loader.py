@@ -199,7 +199,7 @@ class Loader:
         """
         core, every = self._core, self._verifies_every()
         is_ours = memory.path is None
-        plan = core.planner.plan(len(keys), core.slot_jobs.words if is_ours else 0)
+        plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words if is_ours else 0)
         settle = _Settle(self, progress, plan, memory)
         job, struct = None, None
         try:

@@ -19,6 +19,7 @@ from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
+from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import MISSING, Index
 from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
@@ -283,6 +284,17 @@ class QueuedPut:
         return count(Outcome.DROPPED) + count(Outcome.FAILED), count(Outcome.PRESENT)
 
 
+class PlannedPut(NamedTuple):
+    """A chain that another process writes.  begun_s: monotonic.
+
+    flushes_failed: how many flushes had failed when it was planned.
+    """
+
+    chain: PlacedChain
+    flushes_failed: int
+    begun_s: float
+
+
 class PutTogether:
     """Parts of one or several puts that are written as one; each ticket hears of its own rows.
 
@@ -293,10 +305,13 @@ class PutTogether:
     def __init__(self, parts: Sequence[PutPart]) -> None:
         self._parts, self._lock = parts, threading.Lock()
         self._left = 1  # the submission itself, then batches
-        self.grant, self.request = parts[0].grant, parts[0].request.take(parts[0].rows)
+        first = parts[0]
+        self.grant, self.request = first.grant, first.request
         if len(parts) > 1:
             self.grant = None
             self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
+        elif first.rows.size != len(first.request.keys):
+            self.request = first.request.take(first.rows)
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
         """Rows (m,) of ``request`` have this outcome.  status: why, for one that failed."""
@@ -347,7 +362,7 @@ class PutTogether:
         """Pages were placed here."""
         for part in self._parts:
             if slots.size < len(part.request.keys):
-                part.progress.slots.append(slots)
+                part.progress.slots.append(slots.copy())
 
     @property
     def is_cut(self) -> bool:
@@ -358,11 +373,6 @@ class PutTogether:
     def cut_by(self) -> Limit | None:
         """Of puts that are cut: they are of one kind."""
         return self._parts[0].progress.cut_by
-
-    def tell_all(self, outcome: Outcome) -> None:
-        """All rows have this outcome."""
-        for part in self._parts:
-            part.progress.outcome[part.rows] = outcome
 
     def add_batch(self) -> None:
         """One more batch of these rows is under way."""
@@ -397,7 +407,10 @@ def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once
 
     Raises PageRangeError, ConfigError.
     """
-    numbers = check_lengths(keys, memory.check_pages(pages))
-    if once and len(set(numbers.tolist())) != numbers.size:
+    numbers = memory.check_pages(pages)
+    n = numbers.size
+    if n != len(keys):
+        check_lengths(keys, numbers)
+    if once and n > 1 and len(set(numbers.tolist())) != n:
         raise ConfigError("a page is named twice; give every key a page of its own")
     return numbers

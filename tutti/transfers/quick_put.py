@@ -1,5 +1,5 @@
-"""Puts of keys that are all absent, where there is room: a native call starts each, another ends
-it.  Its records follow its data without Python in between.
+"""Batches of keys that are all absent, where there is room: a native call starts each, another
+ends it.  Its records follow its data without Python in between.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tutti.placement.index import SlotState
 from tutti.pool.record_table import RecordTable
 from tutti.pool.slot_jobs import PutStruct
 from tutti.transfers.core import Core
-from tutti.transfers.put_request import PutTogether
+from tutti.transfers.put_request import PutGrant, PutRequest
 
 _NO_STATUS: U32 = np.zeros(0, np.uint32)
 _UINT32 = np.dtype(np.uint32)
@@ -70,13 +70,10 @@ class QuickPut:
 
 
 class QuickPuts:
-    """Starts and ends them.  The caller holds the core's lock.
+    """Starts and ends them.  The caller holds the core's lock.  blocks: of the table."""
 
-    most: keys of one.  blocks: of the table.
-    """
-
-    def __init__(self, core: Core, table: RecordTable, most: int, blocks: int) -> None:
-        self._core, self._table, self._most = core, table, most
+    def __init__(self, core: Core, table: RecordTable, blocks: int) -> None:
+        self._core, self._table = core, table
         self._superblocks: object = None
         self._staging = table.staging_address
         self._put = put = PutStruct(
@@ -95,37 +92,39 @@ class QuickPuts:
             put.records.memory = 0  # a flush comes before the records
         self._handle = ctypes.byref(put)
         commands = put.data.slot_runs_max + put.records.slot_runs_max
-        n, layers = 24 + most * (core.layers + 11 + 3 * commands), core.layers
+        words, layers = core.layers + 11 + 3 * commands, core.layers
+        n = 24 + table.block_records * words  # no memory before it is used
         self._puts = [QuickPut(b, np.empty(n, np.uint64), layers) for b in range(blocks)]
 
     def start(
-        self, together: PutTogether, ended: Callable[[QuickPut, PutTogether, Job], None]
+        self,
+        block: int,
+        request: PutRequest,
+        grant: PutGrant | None,
+        ended: Callable[[QuickPut, Job], None],
     ) -> QuickPut | None:
-        """Starts a put, and calls back when its job was released; None where it is of another kind,
-        and nothing changed.  Raises as Engine.submit.
+        """Starts a batch of at most ``block_records`` keys, and calls back when its job was
+        released; None where it is of another kind, and nothing changed.  block: of the table, which
+        stays the caller's where nothing was started.  Raises as Engine.submit.
         """
-        core, request, put = self._core, together.request, self._put
+        core, put = self._core, self._put
         n, memory = len(request.pages), request.memory
-        if request.tenant or request.expiry_64s or memory.path is not None or n > self._most:
+        if request.tenant or request.expiry_64s or memory.path is not None:
             return None
         if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
         assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
         assert request.depths.dtype == request.pages.dtype == _UINT32, "as native code reads them"
-        block = self._table.take()
-        if block is None:
-            return None
-        job = None
+        started = self._puts[block]
+        started.n = n
+        keep = (started.words, request, memory)
+        job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
         try:
-            started = self._puts[block]
-            started.n = n
-            keep = (started.words, request, memory)
-            job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started, together))
             data = self._data
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
             data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
-            data.held = together.grant is not None
+            data.held = grant is not None
             put.keys, put.parents = address(request.keys), address(request.parents)
             put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
             put.uses, put.access_64s = core.index.uses, core.now_64s()
@@ -135,30 +134,26 @@ class QuickPuts:
                 self._look()
             result = quick().tutti_put_start(self._handle, started.place)
         except BaseException:
-            self._withdraw(job, block)
+            core.engine.forget_job(job)
             raise
         if result > 0:
             core.sequence += n
             core.history.regretted += result - 1
-            if together.grant is not None:  # a job that is never let on ends by its deadline
-                core.guard.call("the grant of a put's layers", together.grant.begin, job)
+            if grant is not None:  # a job that is never let on ends by its deadline
+                core.guard.call("the grant of a put's layers", grant.begin, job)
             return started
-        self._withdraw(job, block)
+        core.engine.forget_job(job)
         if result < 0:
             assert result != -errno.EINVAL, "a free slot is in use"
             core.index.remove(started.slots, SlotState.VOIDED)
             core.allocator.free(started.slots)
+            core.counters.store_errors += n
             core.engine.check_started(None, result)
         return None
 
     def end(self, started: QuickPut) -> bool:
         """The objects are ready; False where something of them was not written."""
         return bool(quick().tutti_put_end(self._handle, started.n, started.place) == 0)
-
-    def _withdraw(self, job: Job | None, block: int) -> None:
-        if job is not None:
-            self._core.engine.forget_job(job)
-        self._table.release(block)
 
     def _look(self) -> None:
         """What the records say of the pool changes with its superblocks."""

@@ -31,12 +31,17 @@ from tutti.gio_uring.status import error_status
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import RecordContent, RecordState
 from tutti.native import NativePutRequest
-from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS_MIN, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_limits import Grant
-from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutRequest, PutTogether
+from tutti.transfers.put_request import (
+    OPEN_PARTS_MAX,
+    PlannedPut,
+    PutPart,
+    PutRequest,
+    PutTogether,
+)
 from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome, PutProgress
@@ -66,17 +71,6 @@ class _Batch(NamedTuple):
         return _Batch(self.together, self.request.take(np.flatnonzero(mask)), *own, self.block)
 
 
-class PlannedPut(NamedTuple):
-    """A chain that another process writes.  begun_s: monotonic.
-
-    flushes_failed: how many flushes had failed when it was planned.
-    """
-
-    chain: PlacedChain
-    flushes_failed: int
-    begun_s: float
-
-
 class Writer:
     """Stores objects into one pool."""
 
@@ -85,7 +79,7 @@ class Writer:
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self.batch_pages = self._table.block_records
-        self._quick = QuickPuts(core, self._table, BLOCK_RECORDS_MIN, _BLOCKS)
+        self._quick = QuickPuts(core, self._table, _BLOCKS)
         self.active = 0  # batches under way
         self.finished = 0  # batches that ended
         self.batch_ended: Callable[[], object] = lambda: None  # called after each
@@ -112,13 +106,20 @@ class Writer:
                 if 0 in together.request.depths.tolist():
                     # The end of a chain must not be younger than its start, which is not touched.
                     core.index.begin_use()
-                is_whole = together.request is parts[0].request or all(
+                request, rows, quick = together.request, parts[0].rows, None
+                n = len(request.keys)
+                is_whole = request is parts[0].request or all(
                     part.rows.size == len(part.request.keys) for part in parts
                 )
-                put = self._quick.start(together, self._quick_ended) if is_whole else None
-                if put is not None:
-                    put.flushes_failed = self._flushes_failed
-                    self.active += 1
+                block = self._table.take() if is_whole and n <= BLOCK_RECORDS_MIN else None
+                if block is not None:
+                    try:
+                        rows = rows if rows.size == n else np.arange(n, dtype=np.int64)
+                        quick = self._start_quick(together, request, rows, block)
+                    finally:
+                        if quick is None:
+                            self._release(block)
+                if quick is not None:
                     core.expect(1)  # decoding puts page after page
                     return None
                 new = self._absent(together, np.arange(len(together.request.keys)))
@@ -176,24 +177,32 @@ class Writer:
         batch = _Batch(together, request.take(rows), *own, _NO_BLOCK)
         self._data_written(batch, status, put.flushes_failed)
 
-    def _quick_ended(self, put: QuickPut, together: PutTogether, job: Job) -> None:
-        core, n = self._core, put.n
+    def _start_quick(
+        self, together: PutTogether, request: PutRequest, rows: Slots, block: int
+    ) -> QuickPut | None:
+        """Starts a batch, if all of its keys are absent and one native call can.  Lock held."""
+        ended = partial(self._quick_ended, together, request, rows)
+        put = self._quick.start(block, request, together.grant, ended)
+        if put is not None:
+            put.flushes_failed = self._flushes_failed
+            self._core.in_flight += 1
+            self.active += 1
+        return put
+
+    def _quick_ended(
+        self, together: PutTogether, request: PutRequest, rows: Slots, put: QuickPut, job: Job
+    ) -> None:
+        core = self._core
+        digests = put.digests if core.config.verify != "off" else None
+        batch = _Batch(together, request, rows, put.slots, put.sequences, digests, put.block)
         with core.lock:
             is_ready = self._quick.end(put)
             if is_ready:
-                together.tell_all(Outcome.STORED)
-                core.count_stored(n)
-                self._end_batch(put.block)
-            else:
-                core.in_flight += 1  # see _finish
+                together.tell(rows, Outcome.STORED)
+                core.count_stored(put.n)
         if is_ready:
-            self.batch_ended()
-            together.end_batch()
+            self._finish(batch)
             return
-        digests = put.digests if core.config.verify != "off" else None
-        rows = np.arange(n, dtype=np.int64)
-        own = rows, put.slots, put.sequences, digests
-        batch = _Batch(together, together.request, *own, put.block)
         status = put.status(of_records=False)
         if not put.is_chained or np.count_nonzero(status):
             self._data_written(batch, status, put.flushes_failed)
@@ -275,7 +284,14 @@ class Writer:
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
-                batch, placed = self._place(together, rows, block)
+                self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
+                asked = request.take(rows)
+                quick = None if late else self._start_quick(together, asked, rows, block)
+                if quick is not None:
+                    together.add_batch()
+                    together.add_slots(quick.slots)
+                    return rows.size, rows.size
+                batch, placed = self._place(together, asked, rows, block)
                 core.in_flight += 1
                 self.active += 1
                 together.add_batch()
@@ -302,14 +318,17 @@ class Writer:
             together.grant.begin(job)  # one that is never allowed to go on ends by its deadline
         return placed, batch.rows.size
 
-    def _place(self, together: PutTogether, rows: Slots, block: int) -> tuple[_Batch, int]:
-        """Allocates slots and claims the keys; returns how many rows, from the first, are done."""
-        core, request = self._core, together.request.take(rows)
+    def _place(
+        self, together: PutTogether, request: PutRequest, rows: Slots, block: int
+    ) -> tuple[_Batch, int]:
+        """Allocates slots for rows and claims their keys; returns how many rows, from the first,
+        are done.  request: of the rows alone.
+        """
+        core = self._core
         has_digests = core.config.verify != "off"
         digests = request.digests if has_digests else None
         if has_digests and digests is None:
             digests = np.empty((rows.size, core.layers), np.uint64)
-        self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
         sequence = core.take_sequences(rows.size)
         placed = core.placer.place(
             request.keys, request.parents, request.depths, sequence, has_digests=has_digests
@@ -461,15 +480,11 @@ class Writer:
         self._core.counters.store_errors += batch.rows.size
         batch.together.tell(batch.rows, Outcome.FAILED, status)
 
-    def _end_batch(self, block: int) -> None:
-        """Lock held."""
-        self._release(block)
-        self.finished += 1
-        self.active -= 1
-
     def _finish(self, batch: _Batch) -> None:
         with self._core.lock:
-            self._end_batch(batch.block)
+            self._release(batch.block)
+            self.finished += 1
+            self.active -= 1
         self.batch_ended()
         batch.together.end_batch()
         self._core.end()
