@@ -26,7 +26,9 @@ PACKAGE_FOLDERS = {
     "tutti.integration": "integration",
     "tutti.kernels": "kernels",
 }
-#: Modules whose own work in Python is what a decision costs (`tutti bench decisions`).
+#: Modules whose own work in Python is what a decision costs (`tutti bench decisions`).  No class
+#: of theirs inherits from Owned, which is interpreted: mypyc, which follows no imports, would lay
+#: its fields over Owned's list of weak references.
 COMPILED = [
     f"tutti/scheduler/{name}.py"
     for name in (
