@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -34,6 +36,10 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+def classes(module: ModuleType) -> list[type]:
+    return [found for found in vars(module).values() if isinstance(found, type)]
+
+
 @pytest.mark.parametrize(("name", "folder"), FOLDERS.items(), ids=FOLDERS.keys())
 def test_packages_import_from_any_directory(name: str, folder: str, tmp_path: Path) -> None:
     # -I keeps the current directory and PYTHONPATH out: only the installation can answer.
@@ -54,6 +60,15 @@ def test_no_top_level_names_besides_tutti(tmp_path: Path) -> None:
 def test_the_package_loads_its_exports_on_first_use(tmp_path: Path) -> None:
     code = "import sys, tutti; print([m for m in sys.modules if m.startswith('tutti.')])"
     assert run(sys.executable, "-I", "-c", code, cwd=tmp_path).strip() == "[]"
+
+
+def test_compiled_classes_have_no_interpreted_base() -> None:
+    """mypyc does not refuse one, whose weak references would overwrite the class's vtable."""
+    for path in (ROOT / "tutti").glob("*/*.cpython-*.so"):
+        module = importlib.import_module(f"tutti.{path.parent.name}.{path.name.split('.')[0]}")
+        for compiled in filter(lambda found: "__mypyc_attrs__" in vars(found), classes(module)):
+            for base in compiled.__mro__:
+                assert base.__module__ in ("builtins", "typing") or "__mypyc_attrs__" in vars(base)
 
 
 def test_a_missing_export_says_what_there_is() -> None:
