@@ -427,7 +427,7 @@ def open(
             " pool"
         )
     if capacity is not None:
-        warn_of_capacity(names, capacity, store.geometry)
+        warn_of_capacity(names[0], capacity, store.members.count, store.geometry)
     return store
 
 

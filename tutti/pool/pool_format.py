@@ -146,9 +146,9 @@ def _claim(name: str, claims: contextlib.ExitStack) -> None:
         member.close()
 
 
-def warn_of_capacity(names: Sequence[str], capacity: int | str, geometry: Geometry) -> None:
+def warn_of_capacity(name: str, capacity: int | str, members: int, geometry: Geometry) -> None:
     """Logs that an open pool is not as large as a new one of this capacity would be."""
-    nbytes, members = parse_nbytes(capacity), len(names)
+    nbytes = parse_nbytes(capacity)
     with contextlib.suppress(CapacityError):  # less than any pool has
         new = Geometry.plan(
             geometry,
@@ -162,7 +162,7 @@ def warn_of_capacity(names: Sequence[str], capacity: int | str, geometry: Geomet
     _log.warning(
         "%s has %s, not the given capacity of %s: a pool keeps its size; to change it, close it and"
         " run `tutti resize`",
-        names[0],
+        name,
         format_nbytes(members * geometry.member_nbytes),
         format_nbytes(nbytes),
     )
