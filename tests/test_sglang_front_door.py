@@ -27,7 +27,6 @@ from tutti.integration.sglang.identity import (
     identity_of,
     layout_of,
     open_store,
-    pool_path,
     weights_version,
 )
 from tutti.integration.sglang.metrics import LOAD, METRICS, Metrics
@@ -160,7 +159,7 @@ def test_replicas_hold_the_same_kv_in_pools_of_their_own() -> None:
     one, other = ParallelRank(dp_size=2), ParallelRank(dp_size=2, dp_rank=1)
     layout = layout_of(SHAPE, IDENTITY, one)
     assert layout == layout_of(SHAPE, IDENTITY, other)
-    assert pool_path("/p", layout, "kv", one) != pool_path("/p", layout, "kv", other)
+    assert one.name != other.name
     latent = [ParallelRank(tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
     assert layout_of(SHAPE, IDENTITY, latent[0]) == layout_of(SHAPE, IDENTITY, latent[1])
     assert ParallelRank(tp_size=2, pp_size=3, dp_size=2).ranks == 12

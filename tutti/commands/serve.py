@@ -24,7 +24,7 @@ from tutti.node.agent_pools import AgentPools
 from tutti.node.connect import AGENT
 from tutti.node.served_connection import AgentConfig
 from tutti.placement.eviction import POLICIES
-from tutti.pool.pool_format import warn_of_capacity
+from tutti.pool.pool_format import pool_members, warn_of_capacity
 from tutti.transfers.put_limits import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> CommandResult:
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(
-        args.paths,
+        pool_members(args.paths) if args.paths else (),
         folder=args.folder,
         capacity=args.capacity,
         config=_config(args),
