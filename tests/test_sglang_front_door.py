@@ -462,6 +462,8 @@ def test_a_host_pool_that_a_gpu_pins_gets_large_pages_by_the_environment_alone(
     (found,) = [finding for finding in findings if finding["what"] == "host pool"]
     assert found["verdict"] == ("ok" if chosen else "slow")
     assert (f"start SGLang with {HUGE[0]}=2" in found["text"]) == (not chosen)
+    main(["sglang", "doctor", "--path", str(tmp_path), "--mode", "linker", "--json"])
+    assert "host pool" not in capsys.readouterr().out
 
 
 def test_the_doctor_finds_what_fails(

@@ -260,7 +260,7 @@ def _read_file(path: str) -> _Member:
     try:
         # Without O_NONBLOCK the open of a FIFO would wait for a writer.
         fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:
         status = os.fstat(fd)

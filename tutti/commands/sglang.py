@@ -426,13 +426,14 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
     paged = "Tutti's buffers get none: one descriptor per 4 KiB, which costs bandwidth"
     backing = f"Tutti's buffers: {memory.backing}"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
-    is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
-    small = "on large pages only by the environment that `tutti sglang command` prints"
-    if mode == HICACHE and machine.cuda.devices:
-        unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
-        is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
-        small = f"pinned for the GPU, so not moved later; start SGLang with {unset} for large pages"
-    yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
+    if mode == HICACHE:
+        is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
+        small = "on large pages only by the environment that `tutti sglang command` prints"
+        if machine.cuda.devices:
+            unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
+            is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
+            small = f"pinned, so not moved later; start SGLang with {unset} for large pages"
+        yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
 
