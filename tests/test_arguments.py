@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Calls:
                 },
             ),
             "StoreConfig": (StoreConfig, dict(vars(StoreConfig()))),
-            "KVLayout": (tutti.KVLayout, dict(vars(LAYOUT))),
+            "KVLayout": (tutti.KVLayout, dict(vars(replace(LAYOUT)))),
             "KVLayout.mha": (tutti.KVLayout.mha, {**self._shape(), "v_head_dim": None}),
             "KVLayout.gqa": (tutti.KVLayout.gqa, self._shape() | {"q_heads": 4}),
             "KVLayout.from_json": (tutti.KVLayout.from_json, {"text": LAYOUT.to_json()}),

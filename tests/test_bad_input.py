@@ -166,7 +166,7 @@ def test_a_missing_path(tmp_path: Path) -> None:
 
 
 def test_what_is_no_pool(tmp_path: Path) -> None:
-    refuses(ConfigError, "give a file or a block device", lambda: tutti.store.open(tmp_path))
+    refuses(PoolNotFound, "correct the path, or make one", lambda: tutti.store.open(tmp_path))
     refuses(ConfigError, "name a namespace", lambda: tutti.store.open("/dev/null"))
     path = tmp_path / "member0"
     path.touch()
@@ -179,12 +179,6 @@ def test_what_is_no_pool(tmp_path: Path) -> None:
     refuses(ConfigError, "allocate it first", lambda: tutti.store.open(path))
     path.write_bytes(b"\x5a" * 4 * KiB)
     refuses(PoolCorrupt, "check the path, or format", lambda: tutti.store.open(path))
-    for force in (False, True):
-        refuses(
-            PoolExists,
-            "is a folder; name a file in it",
-            partial(tutti.store.format, tmp_path, LAYOUT, "64MiB", force=force),
-        )
 
 
 def test_an_existing_pool_is_not_formatted(path: Path) -> None:

@@ -27,7 +27,6 @@ from tutti.integration.sglang.identity import (
     identity_of,
     layout_of,
     open_store,
-    pool_path,
     weights_version,
 )
 from tutti.integration.sglang.metrics import LOAD, METRICS, Metrics
@@ -160,7 +159,7 @@ def test_replicas_hold_the_same_kv_in_pools_of_their_own() -> None:
     one, other = ParallelRank(dp_size=2), ParallelRank(dp_size=2, dp_rank=1)
     layout = layout_of(SHAPE, IDENTITY, one)
     assert layout == layout_of(SHAPE, IDENTITY, other)
-    assert pool_path("/p", layout, "kv", one) != pool_path("/p", layout, "kv", other)
+    assert one.name != other.name
     latent = [ParallelRank(tp_size=2, tp_rank=rank, replicated=True) for rank in (0, 1)]
     assert layout_of(SHAPE, IDENTITY, latent[0]) == layout_of(SHAPE, IDENTITY, latent[1])
     assert ParallelRank(tp_size=2, pp_size=3, dp_size=2).ranks == 12
@@ -463,6 +462,8 @@ def test_a_host_pool_that_a_gpu_pins_gets_large_pages_by_the_environment_alone(
     (found,) = [finding for finding in findings if finding["what"] == "host pool"]
     assert found["verdict"] == ("ok" if chosen else "slow")
     assert (f"start SGLang with {HUGE[0]}=2" in found["text"]) == (not chosen)
+    main(["sglang", "doctor", "--path", str(tmp_path), "--mode", "linker", "--json"])
+    assert "host pool" not in capsys.readouterr().out
 
 
 def test_the_doctor_finds_what_fails(

@@ -97,8 +97,8 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=member,
         metavar="PATH",
-        help="file, block device, or drive such as nvme:0000:03:00.0 (docs/vfio.md); several paths"
-        " form one pool and must always be given in the same order",
+        help="file, folder with one pool, block device, or drive such as nvme:0000:03:00.0"
+        " (docs/vfio.md); several paths form one pool and must always be given in the same order",
     )
 
 

@@ -6,8 +6,7 @@ pool or the new one, never a part of either.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +17,11 @@ from tutti.base.units import MiB
 from tutti.errors import CapacityError, DeviceTimeout, KeyMissing, Unsupported
 from tutti.gio_uring.drives.block_device import device_name
 from tutti.gio_uring.file_trust import resolve
-from tutti.medium.superblock import Superblock
+from tutti.medium.keys import as_keys
 from tutti.memory.host_memory import HostMemory
 from tutti.pool import replacement
 from tutti.pool.member_controller import are_drives
-from tutti.pool.pool_format import Paths, format, member_names
+from tutti.pool.pool_format import Paths, format, pool_members
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
@@ -56,7 +55,7 @@ def resize(
     Raises Unsupported for devices, CapacityError, PoolInUse, PoolReadOnly before anything is copied
     when the new files cannot have the old ones' owner, and what opening and formatting raise.
     """
-    names = member_names(paths)
+    names = pool_members(paths)
     if are_drives(names) or any(device_name(name) is not None for name in names):
         raise Unsupported(
             "a pool on devices cannot be resized, as no copy fits beside it; use `tutti export`,"
@@ -79,17 +78,13 @@ def resize(
                 Path(path).unlink(missing_ok=True)
             raise
     try:
-        replacement.replace(names, _superblocks(old))
+        replacement.replace(names, [s for s in old.members.superblocks if s is not None])
     except BaseException:
         if not replacement.finish(names):  # no name has changed
             for path in news:
                 Path(path).unlink(missing_ok=True)
         raise
     return result
-
-
-def _superblocks(store: ObjectStore) -> list[Superblock]:
-    return [store.members.superblock(member) for member in store.members.present]
 
 
 def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resized:
@@ -100,14 +95,14 @@ def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resi
     wanted = keys if len(keys) <= room else _chosen(old, keys, room)
     pages = max(1, min(len(wanted), _BATCH_NBYTES // old.layout.object_nbytes))
     memory = HostMemory.allocate(old.layout, pages)
+    for store in (old, new):
+        store.register(memory)
     kept = 0
-    with _registered(memory, old, new):
-        for start in range(0, len(wanted), pages):
-            infos = old.catalogue.objects(wanted[start : start + pages])
-            copied = _copy_batch(old, new, memory, infos)
-            kept += copied
-            if progress is not None:
-                progress(min(start + pages, len(wanted)), len(wanted))
+    for start in range(0, len(wanted), pages):
+        infos = old.catalogue.objects(wanted[start : start + pages])
+        kept += _copy_batch(old, new, memory, infos)
+        if progress is not None:
+            progress(min(start + pages, len(wanted)), len(wanted))
     return Resized(kept, len(wanted) - kept, len(keys) - len(wanted))
 
 
@@ -125,20 +120,11 @@ def _chosen(old: ObjectStore, keys: Keys, room: int) -> Keys:
     return keys[is_pinned]
 
 
-@contextlib.contextmanager
-def _registered(memory: HostMemory, *stores: ObjectStore) -> Iterator[None]:
-    for store in stores:
-        store.register(memory)
-    yield
-    for store in stores:
-        store.unregister(memory)
-
-
 def _copy_batch(
     old: ObjectStore, new: ObjectStore, memory: HostMemory, infos: list[ObjectInfo]
 ) -> int:
     """Loads and verifies objects, and puts those that are right; how many."""
-    keys = _rows([info.key for info in infos])
+    keys = as_keys([info.key for info in infos])
     try:
         ticket = old.load(keys, np.arange(len(infos)), memory=memory)
     except KeyMissing:  # one was found damaged meanwhile: the others one by one
@@ -153,8 +139,8 @@ def _copy_batch(
     for (tenant, expires_s), rows in _by_owner(infos, good).items():
         chosen = [infos[row] for row in rows]
         request = PutRequest(
-            _rows([info.key for info in chosen]),
-            _rows([info.parent for info in chosen]),
+            as_keys([info.key for info in chosen]),
+            as_keys([info.parent for info in chosen]),
             np.array([info.depth for info in chosen], np.uint32),
             np.array(rows, np.uint32),
             memory.memory,
@@ -166,7 +152,7 @@ def _copy_batch(
         stored += new.put_request(request).wait(_WAIT_S).stored
     pinned = [info.key for info in infos if info.pinned]
     if pinned:
-        new.catalogue.pin(_rows(pinned))
+        new.catalogue.pin(as_keys(pinned))
     return stored
 
 
@@ -175,7 +161,3 @@ def _by_owner(infos: list[ObjectInfo], rows: list[int]) -> dict[tuple[int, int |
     for row in rows:
         found.setdefault((infos[row].tenant, infos[row].expires_s), []).append(row)
     return found
-
-
-def _rows(keys: list[bytes]) -> Keys:
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)

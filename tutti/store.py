@@ -54,7 +54,7 @@ from tutti.pool.pool_format import (
     Paths,
     format,
     format_missing,
-    member_names,
+    pool_members,
     warn_of_capacity,
 )
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
@@ -379,8 +379,9 @@ def open(
 ) -> ObjectStore:
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
 
-    paths: one path, or several members over which the pool is striped, in a fixed order; or drives
-    as "nvme:0000:03:00.0", see docs/vfio.md.  Devices and drives are formatted here only if
+    paths: one path, or several members over which the pool is striped, in a fixed order: files,
+    folders, which hold a file of the pool (docs/operations.md), devices, or drives as
+    "nvme:0000:03:00.0", see docs/vfio.md.  Devices and drives are formatted here only if
     they were labelled for it by ``tutti format --for-server``.  The pool's threads and its memory
     are on the NUMA node of its drives, if sysfs names one for all.
     layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
@@ -394,7 +395,7 @@ def open(
     Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, PoolUntrusted, MemberMissing,
     CapacityError and others of tutti.errors.
     """
-    names = member_names(paths)
+    names = pool_members(paths, layout)
     config = StoreConfig.choose(config, verify=verify, durability=durability)
     if config.schedule is not None and profile != AUTO:
         raise ConfigError("config has a schedule, and profile is given; leave one of them out")
@@ -423,7 +424,7 @@ def open(
             " pool"
         )
     if capacity is not None:
-        warn_of_capacity(names, capacity, store.geometry)
+        warn_of_capacity(names[0], capacity, store.members.count, store.geometry)
     return store
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -20,14 +19,14 @@ from typing import Any
 import xxhash
 
 from tutti import __version__
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import TuttiError
 from tutti.integration.sglang.options import is_agents, store_config
 from tutti.integration.sglang.rank_members import share
 from tutti.integration.sglang.scheduler_trace import traced
 from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import connect, speeds_of
-from tutti.pool.places import SUFFIX, exists, is_device
+from tutti.pool.places import exists, is_device, make_folder_of, pool_file
 from tutti.profiles.at_open import AUTO
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
@@ -156,13 +155,6 @@ def layout_of(shape: PageShape, identity: ModelIdentity, parallel_rank: Parallel
     )
 
 
-def pool_path(path: str, layout: KVLayout, pool: str, parallel_rank: ParallelRank) -> Path:
-    """`<path>/<model>-<fingerprint>/<pool>-<rank>.tutti`: another fingerprint, another folder."""
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model or "").strip("-.") or "model"
-    folder = Path(path) / f"{slug}-{layout.fingerprint.hex()[:16]}"
-    return folder / f"{pool}-{parallel_rank.name}{SUFFIX}"
-
-
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> ModelIdentity:
     """The identity of a served model; options `model` and `weights` override it.
 
@@ -280,7 +272,7 @@ def _open(
         executor = options["executor"]
         return connect(where, layout, capacity, executor=executor, profile=profile), where
     place, ranks = parallel_rank.place_on_node
-    file = str(pool_path("", layout, pool, parallel_rank))
+    file = pool_file(layout, f"{pool}-{parallel_rank.name}")
     members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
     if schedule is None and options["scheduler_trace"]:
         schedule = traced(options, members, layout, f"{pool}-{parallel_rank.name}")
@@ -313,7 +305,7 @@ def _open_members(
     if not there:
         for member in members:
             if not is_device(member):
-                _make_folder(Path(member))
+                make_folder_of(member)
     lost = [member for member in members if member not in there] if there else []
     if lost and options["degraded"]:
         _log.warning("Tutti: without %s: what is stored there misses", ", ".join(lost))
@@ -321,14 +313,3 @@ def _open_members(
     config = store_config(options, schedule)
     profile, executor = options["profile"] if schedule is None else AUTO, options["executor"]
     return open_pool(members, layout, capacity, executor=executor, config=config, profile=profile)
-
-
-def _make_folder(path: Path) -> None:
-    """The folder of a pool, for its owner alone.  Raises ConfigError with what to do."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {path.parent}: {error.strerror}; choose another path, or give "
-            "this user the right to write there"
-        ) from error

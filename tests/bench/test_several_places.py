@@ -55,7 +55,7 @@ def words_of(command: str, where: list[str], tmp_path: Path) -> list[str]:
     return [*words, "--out", str(tmp_path / "out.json")] if command == "profile" else words
 
 
-@pytest.mark.parametrize("command", [name for name in SMALL if name != "profile"])
+@pytest.mark.parametrize("command", SMALL)
 def test_two_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

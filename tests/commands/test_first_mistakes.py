@@ -82,7 +82,10 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist; correct the path" in sentence(capsys, "info", tmp_path / "nothing")
+    (tmp_path / "plain").touch()
+    for name in ("nothing", "plain/pool"):
+        said = sentence(capsys, "info", tmp_path / name)
+        assert said.endswith(f"{name} does not exist; correct the path or format a pool")
 
 
 def test_the_socket_of_an_agent_in_place_of_a_pool(

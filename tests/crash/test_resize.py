@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tutti.transfers.store_config import StoreConfig
 
 SMALL, LARGE = 24 * MiB, 48 * MiB
 KEYS = [bytes([1 + i]) * 16 for i in range(40)]
+BEHIND = 16 * MiB  # of a device, what a small pool does not use and a large one does
 POINTS = 12  # at which a resize of two members may be killed
 
 
@@ -296,23 +298,35 @@ def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
         assert len(held(store)) == len(KEYS)
 
 
+@pytest.mark.parametrize(("size", "other"), [(SMALL, LARGE), (LARGE, SMALL)])
 def test_a_pool_on_devices_changes_its_size_through_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, other: int
 ) -> None:
+    """As docs/operations.md says.  The blocks that a smaller pool does not use are deallocated."""
     files = {name: str(tmp_path / f"of-{name}.tkv") for name in ("", "other")}
     with loop_devices(tmp_path) as make:
         devices = [make(), make()]
-        with tutti.open(made_on(devices, SMALL)) as store:
+        made_on(devices, size)
+        for device in devices:
+            with open(device, "r+b", buffering=0) as disk:
+                os.pwrite(disk.fileno(), bytes([1]) * 4 * MiB, BEHIND)
+        with tutti.open(devices) as store:
             before = store.stats()["capacity_objects"]
-        assert cli.main(["resize", *devices, "--capacity", str(LARGE)]) == 3
+        assert cli.main(["resize", *devices, "--capacity", str(other)]) == 3
         assert "tutti export" in capsys.readouterr().err
         pool = [devices[0], "--member", devices[1]]
         for name, file in files.items():
             assert cli.main(["export", *pool, "--namespace", name, "--out", file]) == 0
-        force = [str(tmp_path / f"image{number}") for number in range(2)]
-        tutti.format(devices, LAYOUT, LARGE, force=force)
+        for device in devices:
+            subprocess.run(["blkdiscard", "-f", device], check=True, timeout=60)
+        tutti.format(devices, LAYOUT, other)
         for name, file in files.items():
             assert cli.main(["import", *pool, file, "--namespace", name]) == 0
         with tutti.open(devices) as store:
             assert held(store) == KEYS
-            assert store.stats()["capacity_objects"] > before
+            assert (store.stats()["capacity_objects"] > before) == (other > size)
+        for number in range(2):
+            with open(tmp_path / f"image{number}", "rb") as image:
+                os.fsync(image.fileno())
+                is_hole = os.lseek(image.fileno(), BEHIND, os.SEEK_HOLE) == BEHIND
+                assert is_hole or other > size

@@ -131,18 +131,25 @@ def test_a_path_that_no_socket_can_have(
 
 
 def test_a_pool_is_served_with_the_size_that_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [str(tmp_path / name) for name in "ab"]
     tutti.format(paths, LAYOUT, "64MiB")
-    for other in ("1GiB", "32MiB"):
-        words = ["--socket", str(tmp_path / "s"), "--capacity", other]
-        assert main(["serve", *paths, *words]) == 2
-        assert re.search("a has 6.* MiB, .*`tutti resize`", capsys.readouterr().err)
-    end(start_process(tmp_path / "s", None, *paths, "--capacity", "64MiB"))
+    served = []
+    monkeypatch.setattr(serve, "_serve", lambda *_: served.append(1))
+    for name, other in (("CAPACITY", "1GiB"), ("CAPACITY", "32MiB"), ("VERIFY", "always")):
+        monkeypatch.setenv(f"TUTTI_SERVE_{name}", other)
+        assert main(["serve", *paths, "--socket", str(tmp_path / "s")]) == 0
+        assert bool(re.search("a has 6.* MiB, .*`tutti resize`", caplog.text)) == (
+            name == "CAPACITY"
+        )
+        monkeypatch.delenv(f"TUTTI_SERVE_{name}")
+        caplog.clear()
     Path(paths[1]).unlink()
-    options = ("--degraded", "yes", "--capacity", "64MiB")
-    end(start_process(tmp_path / "s", None, paths[0], *options))
+    words = ["--socket", str(tmp_path / "s"), "--degraded", "yes", "--capacity", "64MiB"]
+    assert main(["serve", paths[0], *words]) == 0
+    assert "keeps its size" not in caplog.text
+    assert len(served) == 4
 
 
 def test_a_flag_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,44 +1,44 @@
 """How many pieces the linker reads ahead at once: chosen by trials, and again after a plan.
 
-The medium's speed is a pause, behind which each read is over.
+The medium's speed is a pause on a clock of its own, behind which each read is over.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from linker_engine import Rig, ahead_pages, names, wait_for
 
 from tutti.base.pipeline import TRIALS
+from tutti.integration.sglang.direct import read_ahead as reader
 
 PAGES = 40  #: four whole pieces
 PAUSE_S = 0.2
 
 
 class Medium:
-    """Reads take a pause each: at the same time, or one after another."""
+    """Reads take a pause each: at the same time, or one after another.
+
+    Only the thread that reads ahead calls it.
+    """
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, *, parallel: bool) -> None:
         self._load = rig.stored_pool.store.load
         self._parallel = parallel
-        self._lock = threading.Lock()
-        self._free_s = 0.0
+        self.now_s = self._free_s = time.monotonic()
         self.under_way = self.most = 0
         monkeypatch.setattr(rig.stored_pool.store, "load", self.load)
+        monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
     def load(self, *arguments: Any, **options: Any) -> Any:
         ticket = self._load(*arguments, **options)
-        with self._lock:
-            begin_s = time.monotonic()
-            if not self._parallel:
-                begin_s = max(begin_s, self._free_s)
-            self._free_s = begin_s + PAUSE_S
-            self.under_way += 1
-            self.most = max(self.most, self.under_way)
+        self._free_s = PAUSE_S + (self.now_s if self._parallel else max(self.now_s, self._free_s))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
         return Late(self, ticket, self._free_s)
 
 
@@ -50,7 +50,7 @@ class Late:
         self._is_counted = True
 
     def wait_settled(self, timeout_s: float) -> bool:
-        time.sleep(max(0.0, self._there_s - time.monotonic()))
+        self._medium.now_s = max(self._medium.now_s, self._there_s)
         if self._is_counted:
             self._is_counted = False
             self._medium.under_way -= 1

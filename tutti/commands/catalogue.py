@@ -335,8 +335,6 @@ def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
         if is_agent
         else open_pool([args.pool, *args.members], profile=None)
     )
-    try:
+    with store:
         store.wait_recovered(_RECOVERY_S)
         yield store
-    finally:
-        store.close()

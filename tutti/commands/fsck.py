@@ -13,7 +13,7 @@ from tutti.base.units import format_nbytes
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
 from tutti.pool import replacement
-from tutti.pool.places import check_distinct
+from tutti.pool.pool_format import pool_members
 from tutti.transfers.store_config import StoreConfig
 
 _SHOWN_MAX = 20
@@ -53,21 +53,21 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
 
 def run_fsck(args: argparse.Namespace) -> CommandResult:
     """Checks the pool, and repairs it with --repair."""
-    check_distinct(args.paths)
+    paths = pool_members(args.paths)
     if args.repair or args.reuse_quarantined:  # which open the pool
-        replacement.finish(args.paths)
-    with replacement.explained(args.paths):
-        report = check_files(args.paths, progress, sample=args.sample, seed=args.seed)
+        replacement.finish(paths)
+    with replacement.explained(paths):
+        report = check_files(paths, progress, sample=args.sample, seed=args.seed)
     repaired = None
     if args.repair and not report.sound:
-        repaired = repair(args.paths, report, progress)
-    reused = _reuse_quarantined(args.paths) if args.reuse_quarantined else 0
+        repaired = repair(paths, report, progress)
+    reused = _reuse_quarantined(paths) if args.reuse_quarantined else 0
     is_good = report.sound or (repaired is not None and repaired.left + repaired.found_again == 0)
     result, text = _result(report, repaired), _text(report, repaired)
     if args.reuse_quarantined:
         result["reused"] = reused
         text += f"\nSlots taken back from quarantine: {reused}."
-    if left := replacement.leftovers(args.paths):
+    if left := replacement.leftovers(paths):
         text += f"\n{replacement.remedy(left)}"
     result["left_of_resize"] = left
     return CommandResult(result, text, EXIT_OK if is_good else EXIT_FAILED)

@@ -40,11 +40,14 @@ from tutti.medium.superblock import (
 from tutti.pool import replacement
 from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
-from tutti.pool.pool_format import label
+from tutti.pool.pool_format import label, pool_members
 
 _FORMAT = """\
 Creates an empty pool, striped over one or more files. All pages of a pool have one shape, which
 cannot change later. The disk space is allocated immediately.
+
+A folder gets a file of the pool: FOLDER/<model>-<fingerprint>/pool-tp0-pp0-cp0-dp0.tutti. A path
+that does not exist is a file, unless it ends in "/".
 
 A path can also be an NVMe namespace (/dev/ng0n1, or /dev/nvme0n1 through the block layer) or a
 partition; `tutti nvme list` shows which are free. nvme:0000:03:00.0 is a whole drive bound to
@@ -55,7 +58,7 @@ its pools on them, with its own layout. It uses only devices with this label."""
 _FORMAT_EXAMPLE = """\
 example:
   tutti format pool.tutti --capacity 64GiB --model llama-3.1-8b
-  tutti format /mnt/a/pool /mnt/b/pool --capacity 1TiB --model my-model \\
+  tutti format /mnt/a/ /mnt/b/ --capacity 1TiB --model my-model \\
     --layers 48 --kv-heads 4 --head-dim 128
   tutti format /dev/ng0n1 --capacity 1TiB --model llama-3.1-8b --force S5GXNF0R
   tutti format /dev/ng0n1 /dev/ng1n1 --capacity 2TiB --model llama-3.1-8b \\
@@ -69,6 +72,13 @@ _INFO_EXAMPLE = """\
 example:
   tutti info pool.tutti
   tutti info pool.tutti --json"""
+
+
+_STATES = {
+    "in use": "in use by process {}",
+    "clean": "closed cleanly",
+    "not closed": "in use elsewhere, or not closed cleanly: the next open scans the slot tables",
+}
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
@@ -130,18 +140,19 @@ def run_format(args: argparse.Namespace) -> CommandResult:
         raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
     layout = layout_of(args)
     say_capacity(args.capacity)
+    paths = pool_members(args.paths, layout)
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
-            args.paths,
+            paths,
             layout,
             args.capacity,
             force=serials or True in args.force,
             prewrite=args.prewrite,
             progress=bar.update if args.prewrite else None,
         )
-    members = len(args.paths)
+    members = len(paths)
     result = {
-        "paths": args.paths,
+        "paths": paths,
         "layout": _layout_numbers(layout),
         "geometry": _geometry_numbers(geometry, layout, members),
         "prewritten": args.prewrite,
@@ -182,14 +193,14 @@ class _Member:
 
 def run_info(args: argparse.Namespace) -> CommandResult:
     """Reads superblocks and snapshots, and takes no ownership."""
-    on_drives = are_drives(args.paths)
-    members = _read_drives(args.paths) if on_drives else [_read_file(p) for p in args.paths]
-    with replacement.explained(args.paths):
-        check_members([member.superblock for member in members], args.paths)
+    paths = pool_members(args.paths)
+    members = _read_drives(paths) if are_drives(paths) else [_read_file(path) for path in paths]
+    with replacement.explained(paths):
+        check_members([member.superblock for member in members], paths)
     newest = max((member.superblock for member in members), key=lambda s: s.generation)
     geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
     owners = sorted({member.owner for member in members if member.owner is not None})
-    left = [] if owners else replacement.leftovers(args.paths)  # else perhaps of the one that runs
+    left = [] if owners else replacement.leftovers(paths)  # else perhaps of the one that runs
     slots = len(members) * geometry.slots
     objects = _total([member.objects for member in members])
     quarantined = _total([member.quarantined for member in members])
@@ -219,14 +230,19 @@ def run_info(args: argparse.Namespace) -> CommandResult:
     rows: list[tuple[str, object]] = [
         ("pool", newest.pool_uuid.hex()),
         ("created", created.isoformat()),
-        ("state", _state_text(state, owners)),
+        ("state", _STATES[state].format(", ".join(map(str, owners)))),
         ("objects", full),
         ("epoch", f"{newest.epoch:016x}, generation {newest.generation}"),
         *_layout_facts(layout),
         *_geometry_facts(geometry, layout, len(members)),
     ]
     lines = [
-        (m.superblock.member_index, m.superblock.state.name.lower(), _known(m.objects), m.path)
+        (
+            m.superblock.member_index,
+            m.superblock.state.name.lower(),
+            "?" if m.objects is None else m.objects,
+            m.path,
+        )
         for m in members
     ]
     text = f"{facts(rows)}\n\n{table(('member', 'superblock', 'objects', 'path'), lines)}"
@@ -244,7 +260,7 @@ def _read_file(path: str) -> _Member:
     try:
         # Without O_NONBLOCK the open of a FIFO would wait for a writer.
         fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
     try:
         status = os.fstat(fd)
@@ -301,21 +317,9 @@ def _state(members: list[_Member], owners: list[int]) -> str:
     return "clean" if is_clean else "not closed"
 
 
-def _state_text(state: str, owners: list[int]) -> str:
-    if state == "in use":
-        return f"in use by process {', '.join(map(str, owners))}"
-    if state == "clean":
-        return "closed cleanly"
-    return "in use elsewhere, or not closed cleanly: the next open scans the slot tables"
-
-
 def _total(counts: list[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def _known(count: int | None) -> object:
-    return "?" if count is None else count
 
 
 def _layout_numbers(layout: KVLayout) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tutti.arguments import member, nbytes, say_capacity
+from tutti.arguments import add_paths, nbytes, say_capacity
 from tutti.base.terminal import Progress
 from tutti.commands.outcome import CommandResult
 from tutti.resize import resize
@@ -23,9 +23,7 @@ example:
 def add_resize(parser: argparse.ArgumentParser) -> None:
     """Describes `tutti resize`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
-    parser.add_argument(
-        "paths", nargs="+", type=member, metavar="PATH", help="all files of one pool, in order"
-    )
+    add_paths(parser)
     parser.add_argument(
         "--capacity", type=nbytes, required=True, metavar="SIZE", help="new total size of the pool"
     )

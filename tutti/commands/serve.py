@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tutti.arguments import named_nbytes, nbytes, say_capacity
@@ -25,6 +24,7 @@ from tutti.node.agent_pools import AgentPools
 from tutti.node.connect import AGENT
 from tutti.node.served_connection import AgentConfig
 from tutti.placement.eviction import POLICIES
+from tutti.pool.pool_format import pool_members, warn_of_capacity
 from tutti.transfers.put_limits import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> CommandResult:
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(
-        args.paths,
+        pool_members(args.paths) if args.paths else (),
         folder=args.folder,
         capacity=args.capacity,
         config=_config(args),
@@ -176,25 +176,13 @@ def run(args: argparse.Namespace) -> CommandResult:
                 collectors = (StoreCollector(pools.stores), AgentCollector(agent))
                 stack.enter_context(published(args.metrics, *collectors))
             pools.open_given()
-            if args.paths and args.capacity:
-                _check_capacity(pools, args.capacity)
+            for name, store in pools.stores().items() if args.capacity else ():
+                warn_of_capacity(name, args.capacity, store.members.count, store.geometry)
             _serve(agent, path)
     finally:
         pools.close()
     result = dict(vars(agent.counters))
     return CommandResult(result, facts(list(result.items())))
-
-
-def _check_capacity(pools: AgentPools, capacity: int) -> None:
-    """Raises ConfigError where the only pool was not made with this capacity."""
-    ((name, store),) = pools.stores().items()
-    own, members = store.geometry, store.members.count
-    next_nbytes = replace(own, groups=own.groups + 1).member_nbytes
-    if not own.member_nbytes <= capacity // members < next_nbytes:
-        raise ConfigError(
-            f"{name} has {format_nbytes(members * own.member_nbytes)}, --capacity or its setting is"
-            f" {format_nbytes(capacity)}; leave it out, or change the pool with `tutti resize`"
-        )
 
 
 def _remote(url: str | None) -> RemoteConfig | None:

@@ -35,7 +35,14 @@ from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Op
 from tutti.integration.sglang.rank_members import Shares, share
 from tutti.medium.superblock import SUPERBLOCK_MAGIC
 from tutti.node.connect import connect
-from tutti.pool.places import Place, PlaceKind, check_distinct, exists, place_of
+from tutti.pool.places import (
+    Place,
+    PlaceKind,
+    check_distinct,
+    existing_folder,
+    exists,
+    place_of,
+)
 from tutti.pool.pool_format import is_labelled
 
 PAGE_SIZE = 64
@@ -170,7 +177,7 @@ def _check_space(folders: Sequence[str], capacity: int) -> None:
     paths = [Path(folder).absolute() for folder in folders]
     if not paths or not all(path.parent.exists() for path in paths):
         return
-    disks = {os.stat(_existing(path)).st_dev: path for path in paths}
+    disks = {os.stat(existing_folder(path)).st_dev: path for path in paths}
     free = sum(_space(path)[0] for path in disks.values())
     used = sum(_space(path)[1] for path in paths)
     if capacity > free + used:
@@ -182,7 +189,7 @@ def _check_space(folders: Sequence[str], capacity: int) -> None:
 
 def _space(path: Path) -> tuple[int, int]:
     """Bytes free where ``path`` is or will be, and bytes of the pools below it."""
-    stat = os.statvfs(_existing(path))
+    stat = os.statvfs(existing_folder(path))
     used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
     return stat.f_bavail * stat.f_frsize, used
 
@@ -254,7 +261,7 @@ def _storage(paths: list[str], capacity: int, mode: str) -> Iterator[CheckResult
     yield from _one_disk(folders)
     yield from (_device(place) for place in places if place.kind is PlaceKind.DEVICE)
     with_drive = any(is_drive(place.path) for place in places)
-    folder = _existing(folders[0] if folders else Path("."))
+    folder = existing_folder(folders[0] if folders else Path("."))
     yield from _machine(folder, mode, with_drive=with_drive)
     for folder in folders:
         yield from _pools(folder)
@@ -331,9 +338,9 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
 
 
 def _place(path: Path, capacity: int) -> Iterator[CheckResult]:
-    parent = _existing(path)
-    if not parent.is_dir():
-        yield CheckResult("path", "fails", f"{parent} is not a folder; pass one with --path")
+    parent = existing_folder(path)
+    if file := next(filter(os.path.isfile, path.parents), None):
+        yield CheckResult("path", "fails", f"{file} is not a folder; pass one with --path")
     elif os.access(parent, os.W_OK | os.X_OK):
         yield CheckResult("path", "ok", str(path))
     else:
@@ -353,7 +360,7 @@ def _one_disk(folders: list[Path]) -> Iterator[CheckResult]:
     """Folders on one file system, where two are not faster than one."""
     seen: dict[int, Path] = {}
     for folder in folders:
-        other = seen.setdefault(os.stat(_existing(folder)).st_dev, folder)
+        other = seen.setdefault(os.stat(existing_folder(folder)).st_dev, folder)
         if other is not folder:
             text = f"{folder} and {other} are on one file system; name one of them"
             yield CheckResult("path", "slow", text)
@@ -419,13 +426,14 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
     paged = "Tutti's buffers get none: one descriptor per 4 KiB, which costs bandwidth"
     backing = f"Tutti's buffers: {memory.backing}"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
-    is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
-    small = "on large pages only by the environment that `tutti sglang command` prints"
-    if mode == HICACHE and machine.cuda.devices:
-        unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
-        is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
-        small = f"pinned for the GPU, so not moved later; start SGLang with {unset} for large pages"
-    yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
+    if mode == HICACHE:
+        is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
+        small = "on large pages only by the environment that `tutti sglang command` prints"
+        if machine.cuda.devices:
+            unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
+            is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
+            small = f"pinned, so not moved later; start SGLang with {unset} for large pages"
+        yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
 
@@ -438,15 +446,3 @@ def _pools(path: Path) -> Iterator[CheckResult]:
             yield CheckResult("pool", "fails", f"{text}; readable by other users: chmod 600")
         else:
             yield CheckResult("pool", "ok", text)
-
-
-def _existing(path: Path) -> Path:
-    """The path, or its nearest existing parent."""
-
-    def is_seen(place: Path) -> bool:
-        try:
-            return place.exists()
-        except OSError:  # below a folder that only others may enter
-            return False
-
-    return next(place for place in (path, *path.parents) if is_seen(place))

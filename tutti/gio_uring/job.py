@@ -115,7 +115,7 @@ class Job:
         """
         self._on_ready = on_ready
         result = _native.quick().gio_job_grant(self._engine.handle, self.native, layers, report_at)
-        _native.check(result, "cannot grant layers of a load", "free memory", CapacityError)
+        _native.check(result, "cannot grant layers of a transfer", "free memory", CapacityError)
 
     def report_ready(self) -> None:
         """The layers that a grant asked about are ready."""

@@ -6,19 +6,24 @@ Facts about devices come from sysfs; what it does not report is None.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from glob import glob
 from pathlib import Path
 
 from tutti.base.numa import PCI_DEVICES, node_of
 from tutti.base.units import format_nbytes
-from tutti.errors import CapacityError, MemberSwapped
+from tutti.errors import CapacityError, ConfigError, MemberSwapped, PoolNotFound
 from tutti.gio_uring.drives.block_device import device_name
 from tutti.gio_uring.named_drive import PREFIX, NamedDrive, is_drive
+from tutti.medium.layout import KVLayout
 
 SUFFIX = ".tutti"
+#: Of a pool that is made in a folder by its path alone, as SGLang's only rank would name it.
+_NAME = "pool-tp0-pp0-cp0-dp0"
 _NUMBERS = Path("/sys/dev")
 
 
@@ -59,6 +64,64 @@ def is_device(path: str) -> bool:
         return True
     real = os.path.realpath(path)
     return real.startswith("/dev/") and not real.startswith("/dev/shm/")
+
+
+def pool_file(layout: KVLayout, name: str = _NAME) -> str:
+    """The path of a pool's file below each of its folders: another layout, another folder."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", layout.model or "").strip("-.") or "model"
+    return os.path.join(f"{slug}-{layout.fingerprint.hex()[:16]}", f"{name}{SUFFIX}")
+
+
+def in_folders(names: Sequence[str], layout: KVLayout | None) -> list[str]:
+    """The members behind these paths: in each folder the one file of the pool, there or to be made.
+
+    A path is a folder if there is one, or if it ends in "/".  The pool is the only one of the
+    layout, or of all, in any of the folders; without one, the one that ``pool_file`` names.
+    Raises PoolNotFound where neither pool nor layout is known, ConfigError for several pools,
+    MemberSwapped.
+    """
+    folders = [name for name in names if os.path.isdir(name) or name.endswith("/")]
+    if not folders:
+        return list(names)
+    own = None if layout is None else pool_file(layout)
+    where = ("", "*/") if own is None else (f"{os.path.dirname(own)}/",)
+    found = {
+        file
+        for folder in folders
+        for start in where
+        for file in glob(f"{start}*{SUFFIX}", root_dir=folder)
+        if os.path.isfile(os.path.join(folder, file))
+    }
+    if len(found) > 1:
+        files = ", ".join(sorted(found))
+        raise ConfigError(f"{folders[0]} has several pools; give the files of one: {files}")
+    file = next(iter(found), own)
+    if file is None:
+        raise PoolNotFound(
+            f"{folders[0]} has no pool; correct the path, or make one: `tutti format`, or give"
+            " layout and capacity to tutti.open"
+        )
+    members = [os.path.join(name, file) if name in folders else name for name in names]
+    check_distinct(members)
+    return members
+
+
+def make_folder_of(file: str) -> None:
+    """The folder of a pool's file, for its owner alone.  Raises ConfigError with what to do."""
+    folder = Path(file).parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror}; choose another path, or give "
+            "this user the right to write there"
+        ) from error
+
+
+def existing_folder(path: str | Path) -> Path:
+    """The nearest folder that exists: the path itself, or one above it; links are followed."""
+    whole = Path(os.path.realpath(path))
+    return next(one for one in (whole, *whole.parents) if os.path.isdir(one))
 
 
 def media_of(path: str) -> set[str]:
@@ -125,11 +188,11 @@ def check_free(names: Sequence[str], member_nbytes: int, asked_nbytes: int) -> N
     """Raises CapacityError where new files do not fit, of ``asked_nbytes`` each by the caller."""
     wanted: dict[int, list[str]] = {}
     for name in names:
-        folder = os.path.dirname(os.path.abspath(name))
-        if not os.path.exists(name) and os.path.isdir(folder):
-            wanted.setdefault(os.stat(folder).st_dev, []).append(name)
+        if not os.path.exists(name):
+            place = os.path.realpath(name) if os.path.islink(name) else name
+            wanted.setdefault(os.stat(existing_folder(place)).st_dev, []).append(place)
     for files in wanted.values():
-        room = os.statvfs(os.path.dirname(os.path.abspath(files[0])))
+        room = os.statvfs(existing_folder(files[0]))
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and len(files) * member_nbytes > free:
             raise CapacityError(

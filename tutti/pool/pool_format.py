@@ -35,7 +35,6 @@ from tutti.gio_uring.drives.device_content import (
 from tutti.gio_uring.drives.generic_device import is_generic, readable_path
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
-from tutti.gio_uring.file_trust import resolve
 from tutti.gio_uring.named_drive import serial_of
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.layout import KVLayout
@@ -43,7 +42,14 @@ from tutti.pool import replacement
 from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
-from tutti.pool.places import check_distinct, check_free, exists
+from tutti.pool.places import (
+    check_distinct,
+    check_free,
+    exists,
+    in_folders,
+    make_folder_of,
+    pool_file,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +78,7 @@ def format(
 ) -> Geometry:
     """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
 
+    paths: as for ``open``; a folder gets a file.
     force: overwrite files that exist; a device or drive that holds anything takes its serial number
     for that, several take a list of theirs, and one that is in use is refused in any case.
     prewrite: write files once, which spares the first puts their journal commits;
@@ -79,7 +86,7 @@ def format(
     Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
     and for drives what ``open_controller`` raises.
     """
-    names = member_names(paths)
+    names = pool_members(paths, layout)
     nbytes = parse_nbytes(capacity)
     layout.check_model()
     if are_drives(names):
@@ -87,13 +94,20 @@ def format(
     check_devices(names, force)
     geometry = Geometry.plan(layout, nbytes // len(names), members=len(names))
     for name in names:
-        if os.path.isdir(name):
-            raise PoolExists(f"{name} is a folder; name a file in it")
         if os.path.isfile(folder := os.path.dirname(name)):
             raise PoolNotFound(f"{folder} is a file, not a folder; correct the path {name}")
+        place = os.path.realpath(name)
+        if os.path.islink(name) and not os.path.isdir(os.path.dirname(place)):
+            raise PoolNotFound(
+                f"{name} is a link to {place}, whose folder does not exist; make the folder, or"
+                " correct the link"
+            )
         if device_name(name) is None and os.path.exists(name) and not force:
             raise PoolExists(f"{name} exists; open it, or use --force to overwrite it")
-    check_free([_place_of(name) for name in names], geometry.member_nbytes, nbytes // len(names))
+    check_free(names, geometry.member_nbytes, nbytes // len(names))
+    for name in names:
+        if Path(name).parent.name == Path(pool_file(layout)).parent.name:
+            make_folder_of(name)
     made: list[ReservedFile] = []
     try:
         with contextlib.ExitStack() as claims:
@@ -118,19 +132,6 @@ def format(
     return geometry
 
 
-def _place_of(name: str) -> str:
-    """Where a new file will be: links are followed.  Raises PoolNotFound where it has no folder."""
-    if os.path.exists(name) or not os.path.islink(name):
-        return name
-    place = resolve(name)
-    if not os.path.isdir(os.path.dirname(place)):
-        raise PoolNotFound(
-            f"{name} is a link to {place}, whose folder does not exist; make the folder, or correct"
-            " the link"
-        )
-    return place
-
-
 def _claim(name: str, claims: contextlib.ExitStack) -> None:
     """Checks that no process uses what is there, before anything is written; devices stay claimed.
 
@@ -146,9 +147,9 @@ def _claim(name: str, claims: contextlib.ExitStack) -> None:
         member.close()
 
 
-def warn_of_capacity(names: Sequence[str], capacity: int | str, geometry: Geometry) -> None:
+def warn_of_capacity(name: str, capacity: int | str, members: int, geometry: Geometry) -> None:
     """Logs that an open pool is not as large as a new one of this capacity would be."""
-    nbytes, members = parse_nbytes(capacity), len(names)
+    nbytes = parse_nbytes(capacity)
     with contextlib.suppress(CapacityError):  # less than any pool has
         new = Geometry.plan(
             geometry,
@@ -162,7 +163,7 @@ def warn_of_capacity(names: Sequence[str], capacity: int | str, geometry: Geomet
     _log.warning(
         "%s has %s, not the given capacity of %s: a pool keeps its size; to change it, close it and"
         " run `tutti resize`",
-        names[0],
+        name,
         format_nbytes(members * geometry.member_nbytes),
         format_nbytes(nbytes),
     )
@@ -363,6 +364,11 @@ def _write_format(
             if has_drives or device_name(name) is not None:
                 erase(controller, io, nsid)
         Members.format(io, engine, names, layout, geometry)
+
+
+def pool_members(paths: Paths, layout: KVLayout | None = None) -> list[str]:
+    """As ``member_names``, with the pool's file in each folder: see ``in_folders``."""
+    return in_folders(member_names(paths), layout)
 
 
 def member_names(paths: Paths) -> list[str]:
