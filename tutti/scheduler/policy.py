@@ -65,10 +65,10 @@ class Limits:
     run_us: float = 500_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
-    write_patience_us: float = 5_000_000.0
+    write_patience_us: float = 20_000_000.0
     forced_share: float = 0.125
     pressing_pages: int | None = None
-    probe_us: float = 2_000_000.0
+    probe_us: float = 10_000_000.0
 
     def __post_init__(self) -> None:
         counts = (self.locked_pages, self.staged_pages, self.read_ahead_nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Protocol
 
 from tutti.scheduler.loads_and_writes import PageLocation, Phase, Write
@@ -44,6 +45,7 @@ def pressure_of(state: State, limits: MemoryLimits) -> float:
     """The share of the device's time that is the writes', lest pages are dropped.
 
     All of it where an expected put would not fit, though writes had all of the time until then.
+    On a drive that slows down under them, also where one of the largest would not fit now.
     """
     if limits.pressing_pages is not None:
         return 2 * state.waiting_pages / limits.pressing_pages - 1
@@ -53,6 +55,9 @@ def pressure_of(state: State, limits: MemoryLimits) -> float:
         locked, staged = bounds_of(space, limits)
         room, longest = _Room(state, name, space, locked, staged), max(locked, staged)
         largest = min(longest, space.largest or room.largest())
+        now = _Room(state, name, space, locked, staged)
+        if state.estimates.write.slowed > 1 and now.needed_for(largest):
+            return 1.0
         for pages, before in _expected(state, space, largest):
             # A put that fits nowhere is dropped in any case.
             if 0 < pages <= longest and room.needed_for(pages) > before:
@@ -158,8 +163,8 @@ def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple
     """(copy_outs, drops) that keep the locked pages of every space within its bounds.
 
     Writes that fit nowhere are dropped.  Of the others the newest go first: they are copied, and
-    dropped only where copies do not help.  Only what was not issued at all can go.  Pages that are
-    being copied count as gone.
+    dropped only where copies do not help, unless it helps to drop a smaller one.  Only what was not
+    issued at all can go.  Pages that are being copied count as gone.
     """
     copy_outs: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
@@ -174,6 +179,18 @@ def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple
         ]
         excess, room, longest = space.source - locked, staged - space.staged, max(locked, staged)
         copied, dropped = _overflow(newest, excess, room, longest)
+        lost = sum(state.writes[one].pages for one in dropped)
+        for write in sorted(state.writes.values(), key=attrgetter("pages")) if lost else ():
+            if write.pages >= lost:
+                break
+            if write.space != name or write.began or write.place is PageLocation.COPYING:
+                continue
+            rest = [one for one in newest if one is not write]
+            freed = write.pages if len(rest) < len(newest) else 0
+            less = _overflow(rest, excess - freed, room + write.pages - freed, longest)
+            if not less[1]:
+                copied, dropped = less[0], (write.name,)
+                break
         copy_outs += copied
         drops += dropped
     return copy_outs, drops
