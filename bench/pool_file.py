@@ -36,8 +36,8 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--path",
         nargs="+",
-        help="members of the pool: new files, which are removed at the end, or blank devices and"
-        " drives, which are erased at the end",
+        help="members of the pool: new files, which are removed at the end, folders for such files,"
+        " or blank devices and drives, which are erased at the end",
     )
     parser.add_argument(
         "--force",
@@ -69,22 +69,23 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
-    """The members of a pool called `name`.  Raises ConfigError for a directory that is none."""
-    if args.path:
-        return list(args.path)
-    folders = [args.dir] if isinstance(args.dir, str) else args.dir
-    for folder in folders:
-        if not is_device(folder) and not os.path.isdir(folder):
-            raise ConfigError(f"{folder} is not a directory; make it, or name another with --dir")
-    return [
-        folder if is_device(folder) else str(Path(folder) / f"{name}.tutti") for folder in folders
-    ]
+    """The members of a pool called `name`, in a folder a file of that name.
+
+    Raises ConfigError for a `--dir` that is neither a folder nor a device.
+    """
+    places = args.path or ([args.dir] if isinstance(args.dir, str) else args.dir)
+    for place in () if args.path else places:
+        if not is_device(place) and not os.path.isdir(place):
+            raise ConfigError(f"{place} is not a directory; make it, or name another with --dir")
+    return [str(Path(p) / f"{name}.tutti") if os.path.isdir(p) else p for p in places]
 
 
 def medium_of(args: argparse.Namespace) -> str:
     """The first place that the pool's members were given: a directory, or a device."""
     first = str((args.path or args.dir)[0])
-    return os.path.dirname(os.path.abspath(first)) if args.path and not is_device(first) else first
+    if is_device(first) or os.path.isdir(first):
+        return first
+    return os.path.dirname(os.path.abspath(first))
 
 
 @contextmanager
