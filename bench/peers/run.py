@@ -286,7 +286,9 @@ def _measure(
                 )
                 ordered = others if number % 2 == 0 else others[::-1]
                 placed = replace(plan, directory=first, others=tuple(more))
-                _launch(args, placed, ordered, found, bar)
+                turn = number * len(names) // args.launches
+                starting = [*names[turn:], *names[:turn]]
+                _launch(args, placed, starting, ordered, found, bar)
     skipped |= {name: f"{tokens} tokens: {of.failed}" for name, of in found.items() if of.failed}
     return _cell({n: of for n, of in found.items() if not of.failed}, plan, args.rounds)
 
@@ -299,34 +301,43 @@ def _warming(plan: PeerPlan) -> int:
 def _launch(
     args: argparse.Namespace,
     plan: PeerPlan,
+    starting: list[str],
     others: list[str],
     found: dict[str, _Measured],
     bar: Advance,
 ) -> None:
-    """Starts every peer once, and measures it."""
+    """Starts every peer once, in the order of `starting`, and measures `others` by turns.
+
+    All get their memory before any is measured: pages differ in speed, and who starts first would
+    always have the same kind.  fio allocates its own for each job.
+    """
     rounds = args.rounds
 
     def start(name: str, stack: ExitStack) -> _Worker:
-        worker = _Worker(name, plan, stack, allow_sysctl=args.allow_sysctl)
+        return _Worker(name, plan, stack, allow_sysctl=args.allow_sysctl)
+
+    def warm(worker: _Worker) -> _Worker:
         for _ in range(_warming(plan)):
             worker.round()
             bar.advance(1)
         return worker
 
     with ExitStack() as stack:
-        base = start(_BASE, stack) if _BASE in found else None
+        own = {name: stack.enter_context(ExitStack()) for name in starting}
+        workers = {name: start(name, own[name]) for name in starting if name not in FIO}
+        base = warm(workers[_BASE]) if _BASE in found else None
         if base is not None and not others:
             _rounds(rounds, [base], found)
         for name in others:
             if found[name].failed:
                 continue
             try:
-                with ExitStack() as own:
-                    worker = start(name, own)
-                    _rounds(rounds, [worker] if base is None else [base, worker], found)
-                    worker.look_up(rounds, found[name])
+                worker = warm(workers.get(name) or start(name, own[name]))
+                _rounds(rounds, [worker] if base is None else [base, worker], found)
+                worker.look_up(rounds, found[name])
             except FioUnavailable as error:
                 found[name].failed = str(error)
+            own[name].close()
             bar.advance(2 * rounds)
         if base is not None:
             base.look_up(rounds, found[_BASE])

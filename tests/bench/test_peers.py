@@ -189,11 +189,20 @@ def test_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
 def test_a_run_compares_what_is_there_and_names_what_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[str] = []
+    client = peers.PeerClient
+
+    def start(name: str, plan: PeerPlan) -> Any:
+        started.append(name)
+        return client(name, plan)
+
+    monkeypatch.setattr(peers, "PeerClient", start)
     monkeypatch.setattr(peer_hicache, "missing", lambda backend: f"no {backend} today")
     monkeypatch.setattr(peers, "_BASE", "store")
     words = ["--peers", "store", "file-per-page", "hicache-nixl", "--rounds", "1"]
     words += ["--launches", "2"]
     result = peers.run(arguments(tmp_path, *words), progress)
+    assert started == ["store", "file-per-page", "file-per-page", "store"], "each is first once"
     assert result["skipped"] == {"hicache-nixl": "no nixl today"}
     (cell,) = result["cells"].values()
     assert set(cell["peers"]) == {"store", "file-per-page"}
