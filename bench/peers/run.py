@@ -211,6 +211,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
+#: `hicache-tutti` starts as the first system of a launch, as the second and as the third, in turns.
+_FIRSTS = 3
+
+
 @dataclass
 class _Measured:
     """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
@@ -286,9 +290,7 @@ def _measure(
                 )
                 ordered = others if number % 2 == 0 else others[::-1]
                 placed = replace(plan, directory=first, others=tuple(more))
-                turn = number * len(names) // args.launches
-                starting = [*names[turn:], *names[:turn]]
-                _launch(args, placed, starting, ordered, found, bar)
+                _launch(args, placed, ordered, number % _FIRSTS, found, bar)
     skipped |= {name: f"{tokens} tokens: {of.failed}" for name, of in found.items() if of.failed}
     return _cell({n: of for n, of in found.items() if not of.failed}, plan, args.rounds)
 
@@ -301,15 +303,15 @@ def _warming(plan: PeerPlan) -> int:
 def _launch(
     args: argparse.Namespace,
     plan: PeerPlan,
-    starting: list[str],
     others: list[str],
+    earlier: int,
     found: dict[str, _Measured],
     bar: Advance,
 ) -> None:
-    """Starts every peer once, in the order of `starting`, and measures `others` by turns.
+    """Starts every peer once, and measures it.
 
-    All get their memory before any is measured: pages differ in speed, and who starts first would
-    always have the same kind.  fio allocates its own for each job.
+    earlier: how many others get their memory before `hicache-tutti`: pages differ in speed, and who
+    starts first could always have the same kind.
     """
     rounds = args.rounds
 
@@ -323,9 +325,10 @@ def _launch(
         return worker
 
     with ExitStack() as stack:
-        own = {name: stack.enter_context(ExitStack()) for name in starting}
-        workers = {name: start(name, own[name]) for name in starting if name not in FIO}
-        base = warm(workers[_BASE]) if _BASE in found else None
+        own = {name: stack.enter_context(ExitStack()) for name in found}
+        first = [name for name in others if name not in FIO][:earlier]
+        workers = {name: start(name, own[name]) for name in first}
+        base = warm(start(_BASE, stack)) if _BASE in found else None
         if base is not None and not others:
             _rounds(rounds, [base], found)
         for name in others:
