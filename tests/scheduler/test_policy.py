@@ -13,7 +13,6 @@ from tutti.scheduler.event import (
     LayerBegan,
     LayersReady,
     LoadKnown,
-    PagesCopied,
     PagesWritten,
     StepBegan,
     StepEnded,
@@ -23,9 +22,8 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.room import overflow
 from tutti.scheduler.state import Decision, Issue, State
-from tutti.scheduler.state_changes import Scheduler, apply, commit
+from tutti.scheduler.state_changes import Scheduler
 from tutti.scheduler.trace import replay
 
 MS = 1_000_000
@@ -324,23 +322,6 @@ def test_for_a_write_that_fits_nowhere_no_other_is_copied_out() -> None:
     one.run()
     assert one.state.totals.copied_pages == 0
     assert one.dropped == ["w2"]
-
-
-@pytest.mark.parametrize("staged", [0, 16])
-def test_a_smaller_put_is_dropped_if_that_makes_room(staged: int) -> None:
-    """It waits in its place, or in staging."""
-    state = State(Linear())
-    for name, pages in (("small", 2), ("large", 8)):
-        apply(state, WriteKnown(0, name, pages=pages, page_nbytes=MB))
-    if staged:
-        commit(state, Decision(copy_outs=("small", "large")))
-        for name in ("small", "large"):
-            apply(state, PagesCopied(0, name))
-        for name in ("first", "second"):
-            apply(state, WriteKnown(0, name, pages=8, page_nbytes=MB))
-    apply(state, WriteKnown(0, "new", pages=8, page_nbytes=MB))
-    limits = Limits(locked_pages=16, staged_pages=staged)
-    assert overflow(state, limits) == (("new",) if staged else (), ("small",))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Job:
 
     def report(self) -> JobReport:
         """Where the job stands."""
+        _ = self._engine.guard  # in a forked child this raises ForkedProcess
         out = JobReport()
         _native.quick().gio_job_report(self.native, ctypes.byref(out))
         return out

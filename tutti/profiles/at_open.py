@@ -48,6 +48,8 @@ _SLICE_NBYTES = 256 * KiB
 _ROOM = 4  # times the file must be free
 #: So much waiting writes as take so long are written without slack.
 _PRESSING_US = 2_000_000.0
+#: A write that waited longer goes without slack.
+_WRITE_PATIENCE_US = 5_000_000.0
 
 ProfileChoice = str | os.PathLike[str] | None
 
@@ -169,9 +171,17 @@ def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def store_limits(profile: Profile, page_nbytes: int) -> Limits:
-    """Limits of a store of its own: its callers hold the pages, so nothing is dropped for them."""
+    """Limits of a store of its own: its callers hold the pages, so nothing is dropped for them.
+
+    They may wait for one put before the next, so that pressure never begins: hence less patience.
+    """
     pressing = max(64, int(_PRESSING_US / max(1.0, profile.write_us(page_nbytes))))
-    return Limits(locked_pages=UNBOUNDED, staged_pages=0, pressing_pages=pressing)
+    return Limits(
+        locked_pages=UNBOUNDED,
+        staged_pages=0,
+        pressing_pages=pressing,
+        write_patience_us=_WRITE_PATIENCE_US,
+    )
 
 
 def model_of(layout: KVLayout) -> ModelShape:

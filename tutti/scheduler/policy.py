@@ -22,6 +22,8 @@ from tutti.scheduler.write_order import first_write, writes_for
 
 #: So many loads are looked at for slack, those that are due first.
 _DUES_MAX = 8
+#: Longest pause of writes on a drive that slowed down under them, whatever was measured.
+_PAUSE_MAX_NS = 5_000_000_000
 #: Pages: more than any memory has.
 UNBOUNDED = 1 << 40
 
@@ -111,6 +113,7 @@ class SlackPolicy:
         self._run_ns = round(self.limits.run_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
+        self._pause_max_ns = min(self._write_patience_ns, _PAUSE_MAX_NS)
         self._probe_ns = round(self.limits.probe_us * 1000)
         self._read_ahead = self.limits.read_ahead_nbytes
         self._margin = self.limits.margin
@@ -206,7 +209,7 @@ class SlackPolicy:
             chance_ns = max(chance_ns, oldest.arrived_ns + self._write_patience_ns)
         budget_ns, share = self._forced(state, oldest, pressure)
         if pressure > 0 and state.estimates.write.slowed > 1:  # after a pause
-            pause_ns = min(self._write_patience_ns, round(self._idle_burst_ns * (1 / share - 1)))
+            pause_ns = min(self._pause_max_ns, round(self._idle_burst_ns * (1 / share - 1)))
             chance_ns = state.writing.moved_ns + pause_ns
         if chance_ns > now_ns and share < 1:
             return self._until(state, chance_ns, turns, needed_ns)
@@ -217,7 +220,7 @@ class SlackPolicy:
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
         if state.estimates.write.slowed > 1:
-            gap_ns = min(self._write_patience_ns, gap_ns)
+            gap_ns = min(self._pause_max_ns, gap_ns)
         wake_ns = now_ns + gap_ns if writes else None
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 

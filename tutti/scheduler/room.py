@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Protocol
 
 from tutti.scheduler.loads_and_writes import PageLocation, Phase, Write
@@ -163,8 +162,8 @@ def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple
     """(copy_outs, drops) that keep the locked pages of every space within its bounds.
 
     Writes that fit nowhere are dropped.  Of the others the newest go first: they are copied, and
-    dropped only where copies do not help, unless it helps to drop a smaller one.  Only what was not
-    issued at all can go.  Pages that are being copied count as gone.
+    dropped only where copies do not help.  Only what was not issued at all can go.  Pages that are
+    being copied count as gone.
     """
     copy_outs: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
@@ -179,18 +178,6 @@ def overflow(state: State, limits: MemoryLimits) -> tuple[tuple[str, ...], tuple
         ]
         excess, room, longest = space.source - locked, staged - space.staged, max(locked, staged)
         copied, dropped = _overflow(newest, excess, room, longest)
-        lost = sum(state.writes[one].pages for one in dropped)
-        for write in sorted(state.writes.values(), key=attrgetter("pages")) if lost else ():
-            if write.pages >= lost:
-                break
-            if write.space != name or write.began or write.place is PageLocation.COPYING:
-                continue
-            rest = [one for one in newest if one is not write]
-            freed = write.pages if len(rest) < len(newest) else 0
-            less = _overflow(rest, excess - freed, room + write.pages - freed, longest)
-            if not less[1]:
-                copied, dropped = less[0], (write.name,)
-                break
         copy_outs += copied
         drops += dropped
     return copy_outs, drops
