@@ -71,12 +71,13 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
 def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
     """The members of a pool called `name`, in a folder a file of that name.
 
-    Raises ConfigError for a `--dir` that is neither a folder nor a device.
+    Raises ConfigError for a `--dir`, or `--path` with "/" at its end, that is no folder or device.
     """
     places = args.path or ([args.dir] if isinstance(args.dir, str) else args.dir)
-    for place in () if args.path else places:
-        if not is_device(place) and not os.path.isdir(place):
-            raise ConfigError(f"{place} is not a directory; make it, or name another with --dir")
+    for place in places:
+        is_folder = not args.path or place.endswith("/")
+        if is_folder and not is_device(place) and not os.path.isdir(place):
+            raise ConfigError(f"{place} is not a directory; make it, or name another")
     return [str(Path(p) / f"{name}.tutti") if os.path.isdir(p) else p for p in places]
 
 

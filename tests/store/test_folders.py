@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import tutti
 from store.pools import LAYOUT
 from tutti import cli
 from tutti.base.units import MiB
+from tutti.bench.pool_file import pool_paths
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -185,3 +187,64 @@ def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     said = output_as_nobody(call, Path("/usr"))
     assert "ConfigError cannot make the folder /usr/test-model-" in said
     assert "give this user the right to write there" in said
+
+
+def test_missing_parents_are_not_made(tmp_path: Path) -> None:
+    """Neither of a file that is called as a folder's would be, nor of a folder."""
+    deep = tmp_path / "none" / "deep"
+    for path in (str(deep / pool_file(LAYOUT)), f"{deep}/", str(deep / "one.tutti")):
+        for capacity in (CAPACITY, "900TiB"):
+            with pytest.raises(PoolNotFound, match=r"the folder .*none.* does not exist; create"):
+                tutti.open(path, LAYOUT, capacity)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_pool_in_a_folder_is_told_once(
+    folders: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drive may not be mounted there."""
+    for _ in range(2):
+        tutti.open(folders, LAYOUT, CAPACITY).close()
+    tutti.open(tmp_path / "one.tutti", LAYOUT, CAPACITY).close()
+    (told,) = [text for text in caplog.messages if "made a new pool in" in text]
+    assert all(file in told for file in files(folders))
+
+
+def test_a_pool_is_not_made_beside_another(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(files(folders)[0])
+    other = own.with_name("kv-tp0-pp0-cp0-dp0.tutti")
+    own.parent.mkdir()
+    other.write_bytes(bytes(50))
+    for has_own in (False, True):
+        if has_own:
+            own.touch()
+        for force in (False, True):
+            with pytest.raises(PoolExists, match=f"{other.name} is there, another pool"):
+                tutti.format(folders, LAYOUT, CAPACITY, force=force)
+    assert other.read_bytes() == bytes(50)
+    words = ["format", folders[1], "--capacity=24MiB", *SHAPED]
+    (path,) = run(capsys, *words)["paths"]  # type: ignore[misc]
+    renamed = Path(path).rename(Path(path).with_name(other.name))
+    before = renamed.read_bytes()
+    assert cli.main([*words, "--force"]) == 3
+    assert renamed.read_bytes() == before
+
+
+def test_a_new_folder_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = set(), os.fsync
+
+    def noted(fd: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    tutti.format(f"{tmp_path}/new/", LAYOUT, CAPACITY)
+    assert {str(tmp_path), f"{tmp_path}/new"} <= synced
+
+
+def test_a_bench_makes_no_folder(tmp_path: Path) -> None:
+    for args in ({"path": [f"{tmp_path}/new/"]}, {"path": None, "dir": [f"{tmp_path}/new"]}):
+        with pytest.raises(ConfigError, match="is not a directory; make it"):
+            pool_paths(argparse.Namespace(**args), "bench")

@@ -140,16 +140,16 @@ def run_format(args: argparse.Namespace) -> CommandResult:
         raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
     layout = layout_of(args)
     say_capacity(args.capacity)
-    paths = pool_members(args.paths, layout)
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
-            paths,
+            args.paths,
             layout,
             args.capacity,
             force=serials or True in args.force,
             prewrite=args.prewrite,
             progress=bar.update if args.prewrite else None,
         )
+    paths = pool_members(args.paths, layout)
     members = len(paths)
     result = {
         "paths": paths,

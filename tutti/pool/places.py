@@ -16,8 +16,9 @@ from pathlib import Path
 
 from tutti.base.numa import PCI_DEVICES, node_of
 from tutti.base.units import format_nbytes
-from tutti.errors import CapacityError, ConfigError, MemberSwapped, PoolNotFound
+from tutti.errors import CapacityError, ConfigError, MemberSwapped, PoolExists, PoolNotFound
 from tutti.gio_uring.drives.block_device import device_name
+from tutti.gio_uring.file_creation import sync_folder
 from tutti.gio_uring.named_drive import PREFIX, NamedDrive, is_drive
 from tutti.medium.layout import KVLayout
 
@@ -25,6 +26,12 @@ SUFFIX = ".tutti"
 #: Of a pool that is made in a folder by its path alone, as SGLang's only rank would name it.
 _NAME = "pool-tp0-pp0-cp0-dp0"
 _NUMBERS = Path("/sys/dev")
+
+
+class FolderFile(str):
+    """A pool's file in a folder that the user named.  base: what must be there to make it."""
+
+    base: Path
 
 
 class PlaceKind(StrEnum):
@@ -72,13 +79,13 @@ def pool_file(layout: KVLayout, name: str = _NAME) -> str:
     return os.path.join(f"{slug}-{layout.fingerprint.hex()[:16]}", f"{name}{SUFFIX}")
 
 
-def in_folders(names: Sequence[str], layout: KVLayout | None) -> list[str]:
+def in_folders(names: Sequence[str], layout: KVLayout | None, is_new: bool = False) -> list[str]:
     """The members behind these paths: in each folder the one file of the pool, there or to be made.
 
     A path is a folder if there is one, or if it ends in "/".  The pool is the only one of the
     layout, or of all, in any of the folders; without one, the one that ``pool_file`` names.
-    Raises PoolNotFound where neither pool nor layout is known, ConfigError for several pools,
-    MemberSwapped.
+    is_new: this one, PoolExists if it is beside another.  Raises PoolNotFound where neither pool
+    nor layout is known, ConfigError for several pools, MemberSwapped.
     """
     folders = [name for name in names if os.path.isdir(name) or name.endswith("/")]
     if not folders:
@@ -92,6 +99,9 @@ def in_folders(names: Sequence[str], layout: KVLayout | None) -> list[str]:
         for file in glob(f"{start}*{SUFFIX}", root_dir=folder)
         if os.path.isfile(os.path.join(folder, file))
     }
+    if is_new and (others := sorted(found - {own})):
+        place = f"{', '.join(folders)}: {others[0]} is there, another pool of this layout"
+        raise PoolExists(f"{place}; open it, move it away, or give files instead of folders")
     if len(found) > 1:
         files = ", ".join(sorted(found))
         raise ConfigError(f"{folders[0]} has several pools; give the files of one: {files}")
@@ -101,16 +111,25 @@ def in_folders(names: Sequence[str], layout: KVLayout | None) -> list[str]:
             f"{folders[0]} has no pool; correct the path, or make one: `tutti format`, or give"
             " layout and capacity to tutti.open"
         )
-    members = [os.path.join(name, file) if name in folders else name for name in names]
+    members = [_file_in(name, file) if name in folders else name for name in names]
     check_distinct(members)
     return members
 
 
+def _file_in(folder: str, file: str) -> FolderFile:
+    member = FolderFile(os.path.join(folder, file))
+    member.base = Path(folder).parent if folder.endswith("/") else Path(folder)
+    return member
+
+
 def make_folder_of(file: str) -> None:
-    """The folder of a pool's file, for its owner alone.  Raises ConfigError with what to do."""
+    """The durable folder of a pool's file, for its owner alone.  ConfigError with what to do."""
     folder = Path(file).parent
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in reversed(missing):
+            one.mkdir(mode=0o700 if one == folder else 0o777, exist_ok=True)
+            sync_folder(str(one))
     except OSError as error:
         raise ConfigError(
             f"cannot make the folder {folder}: {error.strerror}; choose another path, or give "

@@ -43,12 +43,12 @@ from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import are_drives, check_blank, check_room, open_controller
 from tutti.pool.members import Members
 from tutti.pool.places import (
+    FolderFile,
     check_distinct,
     check_free,
     exists,
     in_folders,
     make_folder_of,
-    pool_file,
 )
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def format(
     Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
     and for drives what ``open_controller`` raises.
     """
-    names = pool_members(paths, layout)
+    names = in_folders(member_names(paths), layout, is_new=True)
     nbytes = parse_nbytes(capacity)
     layout.check_model()
     if are_drives(names):
@@ -96,6 +96,9 @@ def format(
     for name in names:
         if os.path.isfile(folder := os.path.dirname(name)):
             raise PoolNotFound(f"{folder} is a file, not a folder; correct the path {name}")
+        base = name.base if isinstance(name, FolderFile) else Path(name).parent
+        if not exists(str(base)):
+            raise PoolNotFound(f"the folder {base} does not exist; create it first")
         place = os.path.realpath(name)
         if os.path.islink(name) and not os.path.isdir(os.path.dirname(place)):
             raise PoolNotFound(
@@ -106,7 +109,7 @@ def format(
             raise PoolExists(f"{name} exists; open it, or use --force to overwrite it")
     check_free(names, geometry.member_nbytes, nbytes // len(names))
     for name in names:
-        if Path(name).parent.name == Path(pool_file(layout)).parent.name:
+        if isinstance(name, FolderFile):
             make_folder_of(name)
     made: list[ReservedFile] = []
     try:
@@ -203,6 +206,9 @@ def format_missing(
             )
         with contextlib.suppress(PoolExists):
             format(names, layout, capacity, executor=executor)
+            if where := ", ".join(name for name in names if isinstance(name, FolderFile)):
+                advice = "if a drive should be mounted there, remove the pool and mount it first"
+                _log.warning("made a new pool in %s; %s", where, advice)
             return
     raise PoolInUse(f"{names[0]} is made by another process; open it when that is done")
 
