@@ -165,7 +165,7 @@ def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
 
 
 def _bench_multiturn(target: Target, *, stored: bool = False) -> dict[str, Any]:
-    """One request at a time, so that the speed of answers does not decide which client asks what.
+    """Sends one request at a time: the order of requests must not depend on response times.
 
     stored: every prompt was there before.
     """

@@ -116,7 +116,7 @@ def _best(found: dict[_Puts, list[_Times]]) -> list[tuple[_Puts, _Times]]:
 
 
 def _is_part(few: _Puts, puts: _Puts) -> bool:
-    """Whether each of some puts stands for another of these that is no smaller."""
+    """Whether each put of `few` can be matched with its own, at least as large, put of `puts`."""
     rest = list(puts)
     for pages, left in few:
         larger = [one for one in rest if one[0] >= pages and one[1] >= left]

@@ -1,4 +1,4 @@
-"""Folders as members: one pool file in each, by the same rule for every command."""
+"""Pools whose members are folders: every command finds one pool file in each folder."""
 
 from __future__ import annotations
 
