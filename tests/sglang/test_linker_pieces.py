@@ -5,6 +5,7 @@ The medium's speed is a pause on a clock of its own, behind which each read is o
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,8 +81,14 @@ def stored(rig: Rig) -> list[bytes]:
     ("parallel", "chosen", "pieces"), [(True, "cross", 2), (False, "intra", 1)]
 )
 def test_two_pieces_at_once_where_that_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool, chosen: str, pieces: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    parallel: bool,
+    chosen: str,
+    pieces: int,
 ) -> None:
+    caplog.set_level(logging.INFO, "tutti")
     with Rig(tmp_path) as rig:
         want = stored(rig)
         medium = Medium(rig, monkeypatch, parallel=parallel)
@@ -92,6 +99,8 @@ def test_two_pieces_at_once_where_that_is_faster(
         assert (found["overlap"], found["decided"]) == (chosen, True), found
         assert [len(found[f"{way}_gb_per_s"]) for way in ("intra", "cross")] == [TRIALS, TRIALS]
         assert medium.most == 2, "that was tried"
+        (line,) = [r.getMessage() for r in caplog.records if "pieces ahead" in r.getMessage()]
+        assert f"kv reads {pieces} pieces" in line and f"'overlap': '{chosen}'" in line
         medium.most = 0
         read_ahead(rig)
         assert medium.most == pieces

@@ -6,12 +6,15 @@ two (CROSS) do not, and use it better where one alone does not keep it busy.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from tutti.base.arrays import Keys
 from tutti.base.pipeline import Overlap, PipelineChooser
 from tutti.integration.sglang.direct.stored_pool import StoredPool
+
+_log = logging.getLogger(__name__)
 
 #: What is issued is not recalled, so a load that is due waits for twice as much behind two pieces.
 _GAIN = 1.1
@@ -73,8 +76,15 @@ class PieceTrials:
                 return 0, 0.0
             nbytes, seconds = nbytes + first[0].nbytes, seconds + first[1]
             is_whole, way = is_whole and first[0].is_whole, Overlap.CROSS
-        if is_whole:
+        if is_whole and not flight.chooser.is_decided:
             flight.chooser.observe(way, nbytes, seconds)
+            if flight.chooser.is_decided:
+                _log.info(
+                    "Tutti: %s reads %d pieces ahead at once; trials: %s",
+                    flight.stored_pool.name,
+                    flight.most,
+                    flight.chooser.stats(),
+                )
         flight.stored_pool.metrics.level("ahead_pieces", flight.most)
         return nbytes, seconds
 
