@@ -110,7 +110,9 @@ def render(text: str, results: Path) -> str:
 
 
 def _figure(result: Any, path: Sequence[str]) -> str:
-    """A number of a result with three digits; of several rounds the median."""
+    """A number of a result, a count as it is, others with three digits; of several rounds the
+    median.
+    """
     for key in path:
         if isinstance(result, list):
             words = set(key.split(", "))
@@ -118,6 +120,8 @@ def _figure(result: Any, path: Sequence[str]) -> str:
         else:
             result = result[key]
     number = median(result) if isinstance(result, list) else result
+    if isinstance(number, int):
+        return f"{number:,}"
     digits = 2 - math.floor(math.log10(abs(number))) if number else 0
     return f"{round(number, digits):,.{max(0, digits)}f}"
 
