@@ -41,13 +41,16 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD."""
+    """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD;
+    more_storage: folders on further ones.
+    """
 
     model: str
     page_size: int
     dram_nbytes: int
     capacity_nbytes: int
     storage: Path
+    more_storage: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A system by name.  needs: the module that it needs besides SGLang."""
+    """A system by name.  needs: the module that it needs besides SGLang.
+
+    many_folders: it takes several of them, each on an SSD of its own.
+    """
 
     name: str
     summary: str
     make: Callable[[RecipeOptions], Launch]
     needs: str = ""
     uses_storage: bool = True
+    many_folders: bool = False
 
 
 def _base(options: RecipeOptions) -> list[str]:
@@ -136,7 +143,8 @@ def _tutti_linker(options: RecipeOptions) -> Launch:
 
 
 def _tutti_options(options: RecipeOptions) -> dict[str, Any]:
-    return {"path": str(options.storage), "capacity": str(options.capacity_nbytes)}
+    path = [str(folder) for folder in (options.storage, *options.more_storage)]
+    return {"path": path, "capacity": str(options.capacity_nbytes)}
 
 
 def _lmcache(options: RecipeOptions) -> Launch:
@@ -164,8 +172,10 @@ RECIPES = {
         Recipe("hicache-dram", "HiCache with host memory", _dram, uses_storage=False),
         Recipe("hicache-file", "HiCache with a file per page", _file),
         Recipe("hicache-nixl", "HiCache with NIXL's POSIX plugin", _nixl, needs="nixl"),
-        Recipe("tutti-hicache", "HiCache with Tutti as its storage", _tutti_hicache),
-        Recipe("tutti-linker", "Tutti without host memory", _tutti_linker),
+        Recipe(
+            "tutti-hicache", "HiCache with Tutti as its storage", _tutti_hicache, many_folders=True
+        ),
+        Recipe("tutti-linker", "Tutti without host memory", _tutti_linker, many_folders=True),
         Recipe("lmcache", "LMCache with host memory and disk", _lmcache, needs="lmcache"),
     )
 }
@@ -179,7 +189,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
     )
     parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument("--dir", type=Path, help="a new, empty folder on the SSD, for storage")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="a new, empty folder on the SSD, for storage; Tutti takes one on each of several SSDs",
+    )
     parser.add_argument("--capacity", type=nbytes, default="256GiB", help="size of the storage")
     parser.add_argument("--dram", type=nbytes, default="16GB", help="host memory for KV")
     parser.add_argument("--page-size", type=positive, default=64, help="tokens per page")
@@ -221,7 +237,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if args.info is not None:
         check_writable(args.info)
     if recipe.uses_storage:
-        args.dir.mkdir(parents=True, exist_ok=True)  # not before: a refusal leaves nothing
+        for folder in args.dir:  # not before: a refusal leaves nothing
+            folder.mkdir(parents=True, exist_ok=True)
     for path, content in launch.files.items():
         path.write_text(content)
     started: list[subprocess.Popen[bytes]] = []
@@ -264,17 +281,22 @@ def launch_of(name: str, options: RecipeOptions) -> Launch:
 
 
 def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
-    folder: Path | None = args.dir
+    folders = [folder.absolute() for folder in args.dir]
     if recipe.uses_storage:
-        if folder is None:
+        if not folders:
             raise ConfigError(f"{recipe.name} needs --dir, a new folder on the SSD")
-        folder = folder.absolute()
-        if folder.exists() and any(folder.iterdir()) and not args.keep:
-            raise ConfigError(
-                f"{folder.name} is not empty: what is stored there would be hits of this run; "
-                "name a new folder, or say --keep"
-            )
-    options = RecipeOptions(args.model, args.page_size, args.dram, args.capacity, folder or Path())
+        if len(folders) > 1 and not recipe.many_folders:
+            raise ConfigError(f"{recipe.name} keeps all in one folder; name one with --dir")
+        for folder in folders:
+            if folder.exists() and any(folder.iterdir()) and not args.keep:
+                raise ConfigError(
+                    f"{folder.name} is not empty: what is stored there would be hits of this run; "
+                    "name a new folder, or say --keep"
+                )
+    storage, *more_storage = folders or [Path()]
+    options = RecipeOptions(
+        *(args.model, args.page_size, args.dram, args.capacity, storage, tuple(more_storage))
+    )
     launch = launch_of(recipe.name, options)
     more = ["--host", args.host, "--port", str(args.port)]
     if "--enable-cache-report" not in launch.arguments:  # else cached tokens are not reported
@@ -318,7 +340,7 @@ def _facts(
         "capacity": format_nbytes(args.capacity),
         "launched": command_line(result["command"]),
         "server": control.facts(),
-        "machine": describe(args.dir if RECIPES[args.name].uses_storage else None),
+        "machine": describe(args.dir[0] if RECIPES[args.name].uses_storage else None),
     }
     if args.info is not None:
         args.info.write_text(json.dumps({"system": args.name, **found}, indent=1) + "\n")

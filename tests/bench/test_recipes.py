@@ -94,6 +94,13 @@ def test_every_recipe_prints_one_command_with_the_same_sizes(tmp_path: Path) -> 
         assert not (tmp_path / name).exists(), "printing makes nothing"
 
 
+@pytest.mark.parametrize("name", ["tutti-hicache", "tutti-linker"])
+def test_tutti_takes_a_folder_on_each_of_several_drives(name: str, tmp_path: Path) -> None:
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    words = " ".join(printed(name, "--dir", *folders)["command"])
+    assert json.dumps(folders) in words
+
+
 def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
     with pytest.raises(ConfigError, match="needs --dir"):
         printed("hicache-file")
@@ -102,6 +109,8 @@ def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty"):
         printed("tutti-hicache", "--dir", str(tmp_path / "old"))
     assert printed("tutti-hicache", "--dir", str(tmp_path / "old"), "--keep")
+    with pytest.raises(ConfigError, match="hicache-file keeps all in one folder"):
+        printed("hicache-file", "--dir", str(tmp_path / "a"), str(tmp_path / "b"))
     with pytest.raises(ConfigError, match="--more"):
         printed("hbm", "--more='")
     with pytest.raises(ConfigError, match="no system"):
