@@ -29,7 +29,9 @@ STEPS = {
     "again": "the same after a flush",
     "turns": "multi-turn test",
     "sharegpt": "turns as in ShareGPT",
+    "sharegpt_again": "turns as in ShareGPT after a flush",
     "multiturn": "long turns",
+    "multiturn_again": "long turns after a flush",
     "bench_multiturn": "bench_multiturn",
     "bench_multiturn_again": "bench_multiturn after a flush",
 }
@@ -67,7 +69,9 @@ def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
         "again": partial(_bench_serving, target, stored=True),
         "turns": partial(_turns, target),
         "sharegpt": partial(_chat, target, "sharegpt", 1.0),
+        "sharegpt_again": partial(_chat, target, "sharegpt", 1.0, stored=True),
         "multiturn": partial(_chat, target, "multiturn", _TURN_SCALE),
+        "multiturn_again": partial(_chat, target, "multiturn", _TURN_SCALE, stored=True),
     }
     if target.args.bench_multiturn is not None:
         steps["bench_multiturn"] = partial(_bench_multiturn, target)
@@ -139,8 +143,11 @@ def _turns(target: Target) -> dict[str, Any]:
     return requests | {"passed": False, "lost": lost[-1] if lost else answer["why"]}
 
 
-def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
-    """A conversation's turns of `tutti bench ttft`, one request at a time: counts repeat."""
+def _chat(target: Target, name: str, scale: float, *, stored: bool = False) -> dict[str, Any]:
+    """A conversation's turns of `tutti bench ttft`, one request at a time: counts repeat.
+
+    stored: every prompt was there before.
+    """
     args, run, renderer = target.args, Run(), Renderer(IDS, _VOCABULARY)
     count = args.clients * args.rounds
     prompts = generate_chats(name, count, args.seed, scale=scale, users=args.clients)
@@ -155,9 +162,13 @@ def _chat(target: Target, name: str, scale: float) -> dict[str, Any]:
     if not good:
         raise ServerError(f"no turn of {name} was answered: {run.records[0].error}")
     span_s = max(record.done_s for record in run.records)
+    tokens = [json.loads(value) for value in values]
+    possible = found_by_all(tokens, args.page_size)
+    if stored:
+        possible = found_by_all(tokens * 2, args.page_size) - possible
     return {
         "requests": count,
-        "possible_tokens": found_by_all([json.loads(value) for value in values], args.page_size),
+        "possible_tokens": possible,
         "completed": len(good),
         "median_ttft_ms": median([latencies_ms(record)["ttft_sent"] for record in good]),
         "request_throughput": len(good) / span_s,
