@@ -121,6 +121,17 @@ def test_a_pool_lies_on_all_its_members(tmp_path: Path, kind: str) -> None:
         store.close()
 
 
+def test_a_folder_that_is_made_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drive may not be mounted there."""
+    folder = tmp_path / "mount" / "tutti"
+    for _ in range(2):
+        opened([str(folder)]).close()
+    (warning,) = [text for text in caplog.messages if "new folder" in text]
+    assert str(folder) in warning and "mount it first" in warning
+
+
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in "ab"]
     opened(paths).close()
@@ -164,11 +175,27 @@ def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> No
     assert f"rank 1 of a node: {DRIVES[2]}, {DRIVES[3]} for its KV pool" in said
     assert "every rank: a file in each of /mnt/a for its other pools" in said
     assert f"tutti format {' '.join(DRIVES)} --for-server" in said
+    assert "(NUMA node" not in said, "of drives that are not in this machine"
     assert main([*words, "--json", "--", "--tp-size=4", "--nnodes", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["dealt"] == [DRIVES[:2], DRIVES[2:]]
     assert main([*words, "--", "--tp", "3"]) == 2
     assert "4 files and devices for 3 ranks" in capsys.readouterr().err
     assert main([*words, "--", "--tp", "many"]) == 2
+
+
+def test_the_command_prints_the_rule_and_the_numa_nodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = dict(zip(DRIVES, (1, 0, 1, 0), strict=True))
+    monkeypatch.setattr(
+        rank_members, "place_of", lambda path: Place(path, PlaceKind.DEVICE, nodes[path])
+    )
+    words = ["sglang", "command", "--model", "m", "--capacity", "1TiB", "--path", *DRIVES]
+    assert main([*words, "--", "--tp", "2"]) == 0
+    said = capsys.readouterr().out
+    own = f"{DRIVES[1]} (NUMA node 0), {DRIVES[3]} (NUMA node 0)"
+    assert f"rank 0 of a node: {own} for its KV pool" in said
+    assert "by NUMA node, then as given; the GPUs' nodes are not considered" in said
 
 
 def test_doctor_takes_several_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,6 +265,8 @@ def test_counts_of_several_threads_are_all_counted() -> None:
 
 STATS = {
     **dict.fromkeys(("mismatches", "evicted", "bytes_read", "bytes_written"), 0),
+    **dict.fromkeys(("over_budget", "deallocated_nbytes", "written_today_nbytes"), 0),
+    "bytes_written_per_byte_stored": 1.5,
     "residency_switches": 3,
     "residency_moved_nbytes": 4096,
     "residency_moving_ms": 250.0,
@@ -284,12 +286,15 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     metrics.count("errors")
     metrics.count("errors", 0)
     stats = {**STATS, "mismatches": 1, "evicted": 2, "bytes_read": 3, "bytes_written": 4}
+    stats |= {"over_budget": 5, "deallocated_nbytes": 6, "written_today_nbytes": 7}
     for _ in range(2):
         metrics.from_store(stats, page_tokens=64)
     got = metrics.snapshot()
     assert got["moved_pages/load"] == 4
     assert (got["errors"], got["evicted_objects"], got["fullness"]) == (1, 2, 4 / 8)
     assert got["busy_objects"] == 2
+    assert (got["over_budget_pages"], got["deallocated_bytes"]) == (5, 6)
+    assert (got["written_today_bytes"], got["bytes_written_per_byte_stored"]) == (7, 1.5)
     assert (got["residency_switches"], got["residency_moved_bytes"]) == (3, 4096)
     assert (got["residency_moving_seconds"], got["page_cache_bytes"]) == (0.25, 8192)
     assert (got["usable_objects"], got["capacity_tokens"]) == (8, 512)

@@ -303,9 +303,12 @@ def _open_members(
 ) -> Store:
     there = [member for member in members if exists(member)]
     if not there:
-        for member in members:
-            if not is_device(member):
-                make_folder_of(member)
+        files = [member for member in members if not is_device(member)]
+        if new := ", ".join(file for file in files if not exists(os.path.dirname(file) or ".")):
+            advice = "if a drive should be mounted there, remove its folder and mount it first"
+            _log.warning("Tutti makes a new folder for %s; %s", new, advice)
+        for file in files:
+            make_folder_of(file)
     lost = [member for member in members if member not in there] if there else []
     if lost and options["degraded"]:
         _log.warning("Tutti: without %s: what is stored there misses", ", ".join(lost))

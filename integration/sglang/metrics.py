@@ -28,6 +28,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "busy_seconds": ("counter", "time in which something moved, by direction"),
     "failed_pages": ("counter", "pages that could not be moved, by direction"),
     "dropped_pages": ("counter", "pages that were offered and not stored"),
+    "over_budget_pages": ("counter", "of these, pages beyond the budget of bytes written"),
     "declined_pages": ("counter", "pages not stored because they were offered for the first time"),
     "announced_pages": ("counter", "pages that KV events said are on the disk"),
     "withdrawn_pages": ("counter", "pages that KV events said are there no longer"),
@@ -37,6 +38,9 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "evicted_objects": ("counter", "objects evicted"),
     "device_read_bytes": ("counter", "bytes read from the medium"),
     "device_written_bytes": ("counter", "bytes written to the medium: its wear"),
+    "written_today_bytes": ("gauge", "bytes written to the medium since midnight UTC"),
+    "bytes_written_per_byte_stored": ("gauge", "write amplification, without the drive's own"),
+    "deallocated_bytes": ("counter", "bytes of removed objects that were deallocated"),
     "residency_switches": ("counter", "groups that changed between direct and cached"),
     "residency_moved_bytes": ("counter", "bytes of these groups"),
     "residency_moving_seconds": ("counter", "time that these changes took"),
@@ -100,6 +104,8 @@ _FROM_STORE = {
     "evicted": "evicted_objects",
     "bytes_read": "device_read_bytes",
     "bytes_written": "device_written_bytes",
+    "over_budget": "over_budget_pages",
+    "deallocated_nbytes": "deallocated_bytes",
     "residency_switches": "residency_switches",
     "residency_moved_nbytes": "residency_moved_bytes",
 }
@@ -181,6 +187,9 @@ class Metrics:
         for source, name in _FROM_STORE.items():
             self._count_up(name, float(stats[source]))
         self._count_up("residency_moving_seconds", stats["residency_moving_ms"] / 1e3)
+        self.level("written_today_bytes", int(stats["written_today_nbytes"]))
+        amplification = float(stats["bytes_written_per_byte_stored"])
+        self.level("bytes_written_per_byte_stored", amplification)
         self.level("page_cache_bytes", int(stats["page_cache_planned_nbytes"]))
         self.level("cross_overlaps", stats.get("gpu_cross_overlaps", 0))
         queue = stats.get("scheduler", {})

@@ -90,7 +90,10 @@ def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> No
     stored = storage.batch_exists(hashes)
     assert 0 < stored < 8, "the budget is too small or too large: nothing is tested"
     assert answer == [True] * stored + [False] * (8 - stored)
-    assert storage.counters()["kv"]["dropped_pages"] == 8 - stored
+    counts = storage.counters()["kv"]
+    assert counts["dropped_pages"] == counts["over_budget_pages"] == 8 - stored
+    assert counts["written_today_bytes"] == counts["device_written_bytes"] > 0
+    assert 1 <= counts["bytes_written_per_byte_stored"] < 2
     storage.close()
 
 

@@ -277,3 +277,15 @@ def test_every_metric_is_published_at_0_from_the_start(
         assert info.value == 1
         assert info.labels["version"] == tutti.__version__
         assert info.labels["executor"] in ("uring", "threads")
+
+
+def test_pages_beyond_the_write_budget_are_dropped_and_counted(tmp_path: Path) -> None:
+    with Rig(tmp_path, write_budget="2MiB") as rig:  # an hour's share of it is three pages
+        rig.fill(8)
+        assert not rig.store(names(8), range(8))
+        assert rig.lookup(names(8)) == 3
+        wait_for(lambda: rig.linker.metrics.snapshot().get("over_budget_pages") == 5)
+        counts = rig.linker.metrics.snapshot()
+        assert counts["dropped_pages"] == 5
+        assert counts["written_today_bytes"] == counts["device_written_bytes"] > 0
+        assert 1 <= counts["bytes_written_per_byte_stored"] < 2

@@ -51,6 +51,10 @@ _NO_ADMIN_KEY = (
     "add -- --admin-api-key KEY: without it everyone who reaches the port can clear the storage, "
     "and detaching it (DELETE) answers 400"
 )
+_RULE = (
+    "ranks get equal shares of the files and devices, ordered by NUMA node, then as given; "
+    "the GPUs' nodes are not considered"
+)
 _VOLATILE = ("tmpfs", "ramfs")
 #: What depends on a folder: of an agent's, its own machine's `tutti probe` shows it.
 _OF_THE_DISK = ("disk", "tier")
@@ -200,6 +204,8 @@ def _share_lines(shares: Shares) -> list[str]:
     if len(shares.folders) > 1 or (shares.folders and any(shares.dealt)):
         what = "other pools" if any(shares.dealt) else "pools"
         lines.append(f"every rank: a file in each of {', '.join(shares.folders)} for its {what}")
+    if any(shares.dealt):
+        lines.append(_RULE)
     for rank, places in enumerate(shares.dealt):
         if places:
             named = ", ".join(map(_place_text, places))
