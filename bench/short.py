@@ -15,7 +15,6 @@ and puts "at once" have no profile.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import math
 import os
@@ -36,20 +35,16 @@ from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse, temporary_members
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
+from tutti.bench.prepared_read import PreparedRead
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
-from tutti.gio_uring import _native
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import is_generic
-from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
-from tutti.gio_uring.engine_structs import JobConfig
-from tutti.gio_uring.iocb import RUN_DTYPE, flat_memory
-from tutti.gio_uring.job import nanoseconds
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.memory import Bytes, HostBuffer
 from tutti.gio_uring.named_drive import is_drive
-from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.native import address
 from tutti.pool.places import is_device
 from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
@@ -223,28 +218,17 @@ class _NativeCall:
         buffer = HostBuffer(_BLOCK_NBYTES)
         stack.callback(controller.register(buffer).close)
         memory = flat_memory(buffer.address, _BLOCK_NBYTES, 1, buffer)
-        pages, runs = memory.check_pages([0]), np.zeros(1, RUN_DTYPE)
-        runs["nsid"], runs["nlb"] = 1, 1
-        self._status = np.zeros(1, np.uint32)
-        self._kept = pages, memory, runs
-        self._config = JobConfig(iocb=memory.iocb, page_status=address(self._status))
-        self._config.priority, self._config.timeout_ns = PRIORITY_LOAD, nanoseconds(_WAIT_S)
-        io = self._config.iocb
-        io.opcode, io.psdt, io.lba_shift = OPCODE_READ, engine.psdt, controller.info.lba_shift
-        io.pages, io.n_pages, io.slice_nlb = address(pages), 1, 1
-        io.runs, io.n_runs, io.padding = address(runs), 1, engine.scratch
+        where = Extents([0], [1], [1], 1), memory.check_pages([0]), memory
+        self._read = PreparedRead(engine, *where, timeout_s=_WAIT_S)
 
     def cost(self) -> dict[str, float]:
         """Microseconds of this thread; the read has ended afterwards."""
-        engine, clock_ns = self._engine, time.thread_time_ns
-        job = engine.open_job(self._status, self._kept, None)
-        self._config.tag = job.tag
-        arguments = engine.handle, ctypes.byref(self._config), ctypes.byref(job.native)
-        submit = _native.quick().gio_engine_submit
+        clock_ns = time.thread_time_ns
+        job, submit = self._read.open()
         began_ns = clock_ns()
-        result = submit(*arguments)
+        result = submit()
         took_ns = clock_ns() - began_ns
-        engine.check_started(job, result)
+        self._engine.check_started(job, result)
         job.wait_released(_WAIT_S)
         return {NATIVE: took_ns / 1e3}
 
