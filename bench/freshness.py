@@ -99,7 +99,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "short": (
         *(*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
-        "bench/prepared_read.py",
+        *("bench/path_model.py", "bench/prepared_read.py"),
     ),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
@@ -136,7 +136,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 
 
 #: Functions in bench that show a result, and change no number of it.
-_SHOWN = ("rows_of", "notes_of", "report")
+_SHOWN = ("rows_of", "notes_of", "bounds_of", "report")
 
 #: What the rows of a figure in docs/figures depend on, by their source.
 _ROWS = {"simulated": "simulate", "measured": "residency"}

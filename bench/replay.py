@@ -185,17 +185,19 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     runs = result["runs"]
     found = [run["floor_not_measured"] for run in runs if "floor_not_measured" in run]
     notes = [f"fio: not measured: {found[0]}"] if found else []
-    return notes + [_split(run) for run in runs if run.get("engine")]
+    return notes + [bounds_of(run) for run in runs if run.get("engine")]
 
 
-def _split(run: dict[str, Any]) -> str:
+def bounds_of(run: dict[str, Any]) -> str:
+    """What the engine alone leaves of the goal, and what its parts are."""
     load = run["load"]
     engine, reads, many = (run["engine"][k]["cpu_s_per_gb"] for k in (VERIFIED, UNVERIFIED, MANY))
     fio = f" (fio {load['fio_cpu_s_per_gb']:.2f})" if "fio_cpu_s_per_gb" in load else ""
+    left = f"leaves {GOAL - engine:.2f}" if engine < GOAL else "leaves nothing"
     return (
         f"CPU-s/GB of loads, {format_nbytes(run['capacity_nbytes'])}: the engine alone takes"
-        f" {engine:.2f}, which leaves {GOAL - engine:.2f} of the goal of {GOAL} to the rest of the"
-        f" store; that takes {load['cpu_s_per_gb'] - engine:.2f}. Parts of the engine's: digests"
+        f" {engine:.2f}, which {left} of the goal of {GOAL} to the rest of the store; that takes"
+        f" {load['cpu_s_per_gb'] - engine:.2f}. Parts of the engine's: digests"
         f" {engine - reads:.2f}; the call, sleeps and wake-ups of each load, which jobs of many"
         f" objects share, {reads - many:.2f}; the reads {many:.2f}{fio}"
     )

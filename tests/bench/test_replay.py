@@ -174,7 +174,7 @@ def test_the_floor_is_fio_and_the_engine_alone(
     assert many["nbytes"] == many["operations"] * 64 * 32768
     calls = [row[1] for row in replay.speed_rows(result)]
     assert calls[:2] == ["load", "engine alone"] and calls[-1] == "put" and len(calls) == 5
-    assert "of the goal of 0.6" in replay.notes_of(result)[0]
+    assert "of the goal of 0.6 to the rest" in replay.notes_of(result)[0]
     del run["engine"]
     assert len(replay.speed_rows(result)) == 2 and not replay.notes_of(result), "as results before"
     assert list(tmp_path.iterdir()) == []
