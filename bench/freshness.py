@@ -91,10 +91,16 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         "bench/profile",
         *("bench/gpu", "bench/gpu_memory.py", "bench/fio.py", "bench/compare/paired.py"),
     ),
-    "replay": (*_TRANSFERS, *_RIG, *_TRACES, *_PLACES, "bench/fio.py", "bench/replay.py"),
+    "replay": (
+        *(*_TRANSFERS, *_RIG, *_TRACES, *_PLACES, "bench/fio.py", "bench/replay.py"),
+        *("bench/engine_alone.py", "bench/prepared_read.py"),
+    ),
     "residency": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
-    "short": (*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
+    "short": (
+        *(*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
+        *("bench/path_model.py", "bench/prepared_read.py"),
+    ),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),
         *("bench/ring.py", "bench/controller_memory.py", _STATISTICS),
@@ -130,7 +136,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 
 
 #: Functions in bench that show a result, and change no number of it.
-_SHOWN = ("rows_of", "notes_of", "report")
+_SHOWN = ("rows_of", "notes_of", "bounds_of", "report")
 
 #: What the rows of a figure in docs/figures depend on, by their source.
 _ROWS = {"simulated": "simulate", "measured": "residency"}

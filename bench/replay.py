@@ -10,6 +10,7 @@ main one, as in a server: a call from the main thread, which Ctrl-C interrupts, 
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench import belady
+from tutti.bench.engine_alone import MANY, UNVERIFIED, VERIFIED, EngineAlone
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioJob, FioUnavailable, run_fio
 from tutti.bench.members import refuse
@@ -57,6 +59,8 @@ _FLOOR_NBYTES = 256 * MiB
 HITS: tuple[str, ...] = ("capacity", "eviction", "objects", "token hits", "block hits", "unlimited")
 HITS += ("MIN (bound)", "plain LRU", "evicted", "wrong")
 SPEEDS = ("capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "fio's", "mean run", "bytes/byte")
+
+GOAL = 0.6  # CPU-s/GB, of all threads
 
 # A replay has one request under way: more pins would only keep a small pool from evicting.
 _PIN_LOOKUPS = 1
@@ -103,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file",
     )
     parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
-    what = "also measure what fio's direct reads and writes of objects cost, as many at a time"
+    what = "also measure what fio's direct reads and writes of objects cost, as many at a time, and"
+    what += " what loads cost the engine alone"
     parser.add_argument("--floor", action="store_true", help=what)
 
 
@@ -160,6 +165,10 @@ def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
             texts = ["" if number is None else f"{number:.3g}" for number in numbers]
             how = what if run.get("scheduled", True) else f"{what}, at once"
             rows.append([capacity, how, *texts, *last])
+            for kind, meter in run.get("engine", {}).items() if what == "load" else ():
+                texts = [f"{meter[name]:.3g}" for name in names[:-1]]
+                how = kind if kind == VERIFIED else f"{VERIFIED}, {kind}"
+                rows.append([capacity, how, *texts, "", "", ""])
     return rows
 
 
@@ -172,9 +181,26 @@ def report(result: dict[str, Any]) -> str:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """Why there are no numbers of fio."""
-    found = [run["floor_not_measured"] for run in result["runs"] if "floor_not_measured" in run]
-    return [f"fio: not measured: {found[0]}"] if found else []
+    """Why there are no numbers of fio, and what the engine leaves of the goal to the store."""
+    runs = result["runs"]
+    found = [run["floor_not_measured"] for run in runs if "floor_not_measured" in run]
+    notes = [f"fio: not measured: {found[0]}"] if found else []
+    return notes + [bounds_of(run) for run in runs if run.get("engine")]
+
+
+def bounds_of(run: dict[str, Any]) -> str:
+    """What the engine alone leaves of the goal, and what its parts are."""
+    load = run["load"]
+    engine, reads, many = (run["engine"][k]["cpu_s_per_gb"] for k in (VERIFIED, UNVERIFIED, MANY))
+    fio = f" (fio {load['fio_cpu_s_per_gb']:.2f})" if "fio_cpu_s_per_gb" in load else ""
+    left = f"leaves {GOAL - engine:.2f}" if engine < GOAL else "leaves nothing"
+    return (
+        f"CPU-s/GB of loads, {format_nbytes(run['capacity_nbytes'])}: the engine alone takes"
+        f" {engine:.2f}, which {left} of the goal of {GOAL} to the rest of the store; that takes"
+        f" {load['cpu_s_per_gb'] - engine:.2f}. Parts of the engine's: digests"
+        f" {engine - reads:.2f}; the call, sleeps and wake-ups of each load, which jobs of many"
+        f" objects share, {reads - many:.2f}; the reads {many:.2f}{fio}"
+    )
 
 
 class Replayer:
@@ -184,6 +210,7 @@ class Replayer:
         self, store: ObjectStore, *, pages: int, page_size: int, hugepages: bool = True
     ) -> None:
         self.store = store
+        self.alone: EngineAlone | None = None  # reads again what was loaded
         self.pages_per_block = BLOCK_TOKENS // page_size
         self.memory = store.allocate_memory(pages, hugepages=hugepages)
         self._stamps = Stamps(self.memory)
@@ -206,7 +233,7 @@ class Replayer:
 
     def summary(self) -> dict[str, Any]:
         """Everything counted so far."""
-        stats = self.store.stats()
+        stats, engine = self.store.stats(), self.alone.meters if self.alone else {}
         return {
             "token_hit_rate": self.hit_tokens / self.tokens if self.tokens else 0.0,
             "block_hit_rate": self.hit_blocks / self.blocks if self.blocks else 0.0,
@@ -221,6 +248,7 @@ class Replayer:
             "bytes_written_per_byte_stored": stats["bytes_written_per_byte_stored"],
             "capacity_objects": stats["capacity_objects"],
             "backing": self.memory.owner.backing,
+            "engine": {kind: meter.to_dict() for kind, meter in engine.items()},
         }
 
     def _load(self, keys: Keys, hits: int) -> int:
@@ -230,6 +258,8 @@ class Replayer:
             good = self._load_window(window)
             if good < len(window):
                 return start + good
+            if self.alone is not None:
+                self.alone.again(window)
         return hits
 
     def _load_window(self, keys: Keys) -> int:
@@ -299,18 +329,26 @@ def _replay(
     config = StoreConfig(
         verify=args.verify, durability=args.durability, eviction=eviction, pin_lookups=_PIN_LOOKUPS
     )
-    with temporary_pool(
-        pool_paths(args, "replay"),
-        parse_shape(args.shape).layout(args.page_size),
-        capacity_nbytes,
-        config=config,
-        engine={"executor": args.executor, "profile": profile},
-        prewrite=args.prewrite,
-        force=args.force,
-        progress=progress,
-    ) as store:
+    paths = pool_paths(args, "replay")
+    with (
+        temporary_pool(
+            paths,
+            parse_shape(args.shape).layout(args.page_size),
+            capacity_nbytes,
+            config=config,
+            engine={"executor": args.executor, "profile": profile},
+            prewrite=args.prewrite,
+            force=args.force,
+            progress=progress,
+        ) as store,
+        ExitStack() as stack,
+    ):
         hugepages = args.memory_pages == "huge"
         replayer = Replayer(store, pages=args.pages, page_size=args.page_size, hugepages=hugepages)
+        if args.floor:
+            options = {"executor": args.executor, "hugepages": hugepages}
+            replayer.alone = EngineAlone(store, paths, replayer.memory, **options)
+            stack.callback(replayer.alone.close)
         with progress(f"replay into {format_nbytes(capacity_nbytes)}", len(requests)) as bar:
             for request in requests:
                 replayer.play(request)

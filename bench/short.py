@@ -3,7 +3,9 @@
 The calls are made in pools in memory, so that no disk plays a part: CPU time of the thread that
 calls, until the call returns, after the transfer before has ended, and in a row.  In the same
 random order controls without a bar measure the least that a call can cost: one native call that
-submits a command and wakes the service thread, and a chain of Python functions that do nothing.
+submits a command and wakes the service thread, and models of the Python that the calls run through
+(bench/path_model.py).  A model runs where its call does: every other time it is the first of the
+two and is measured, else the call is, so that both find the same caches.
 The puts of one page go to a file or a device by direct I/O, and so do plain writes of the same
 bytes and one record: in turns, or one after the other on devices, which hold one pool.
 All calls come from another thread than the main one, as in a server: one from the main thread,
@@ -15,7 +17,6 @@ and puts "at once" have no profile.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import math
 import os
@@ -35,21 +36,18 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse, temporary_members
+from tutti.bench.path_model import Frame, build, record
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
+from tutti.bench.prepared_read import PreparedRead
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.errors import ConfigError
-from tutti.gio_uring import _native
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import is_generic
-from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
-from tutti.gio_uring.engine_structs import JobConfig
-from tutti.gio_uring.iocb import RUN_DTYPE, flat_memory
-from tutti.gio_uring.job import nanoseconds
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.memory import Bytes, HostBuffer
 from tutti.gio_uring.named_drive import is_drive
-from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.native import address
 from tutti.pool.places import is_device
 from tutti.profiles.at_open import AUTO
 from tutti.store import ObjectStore
@@ -59,9 +57,8 @@ HEAD = ("pages", "call", "best us", "median us", "bar us", "")
 #: Microseconds of the caller for each call, and how many times its bytes and a record a put takes.
 CALLS = ("put", "match and load", "match and load, in a row", "put, in a row")
 BARS_US = dict(zip(CALLS, (60.0, 100.0, 100.0, 60.0), strict=True))
-_FRAMES = 60
-NATIVE, FRAMES = "one native call", f"{_FRAMES} Python functions that do nothing"
-CONTROLS = (NATIVE, FRAMES)  # of no pages
+NATIVE = "one native call"  # of no pages
+MODELS = ("put, model", "match and load, model")
 RATIO = 1.5
 _PAGES = (1, 4, 16)
 _SHAPE, _PAGE_SHAPE = "16x128KiB", "32x256KiB"  # 2 MiB and 8 MiB
@@ -80,13 +77,15 @@ _PLAIN = "plain"
 #: Makes the call for a turn, which is timed.
 _Prepare = Callable[[int], Callable[[], object]]
 _Calls = dict[str, _Prepare]
-#: Gives microseconds by call.
-_Measure = Callable[[], dict[str, float]]
+#: How often a model takes each kind of step.
+_Steps = dict[str, list[tuple[str, int]]]
+#: Gives microseconds by call, or those of models.
+_Measure = Callable[[bool], dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument("--calls", type=int, default=130, help="calls of each kind")
+    parser.add_argument("--calls", type=int, default=80, help="calls of each kind")
     parser.add_argument("--rounds", type=int, default=31, help="puts of one page")
     parser.add_argument(
         "--capacity", type=arguments.nbytes, default=GiB // 2, help="size of each pool"
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     refuse(paths, why, lambda path: is_drive(path) or is_generic(path))
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar, ThreadPoolExecutor(1) as thread:
-        calls = thread.submit(_calls, in_memory, args.calls).result(_LIMIT_S)
+        calls, steps = thread.submit(_calls, in_memory, args.calls).result(_LIMIT_S)
         bar.advance(1)
         puts = thread.submit(_one_page, paths, args.rounds, args.capacity, args.force)
         page = puts.result(_LIMIT_S)
@@ -115,6 +114,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "ratio_bar": RATIO,
         "calls_on": str(in_memory),
         "calls": calls,
+        "steps": steps,
         "page": page,
         "members": len(paths),
         "machine": describe(medium_of(args)),
@@ -137,8 +137,8 @@ def _opened(
     return store
 
 
-def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
-    """A row for each number of pages and call."""
+def _calls(folder: Path, count: int) -> tuple[list[dict[str, Any]], _Steps]:
+    """A row for each number of pages and call, and the steps of the models."""
     rng = np.random.default_rng(1)
     took: dict[tuple[bool, int, str], list[float]] = {}
     with ExitStack() as stack:
@@ -149,19 +149,23 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
         ]
         for store in stores:
             store.allocate_memory(max(_PAGES))
-        cases: list[tuple[int, bool, _Measure]] = [
-            (n, store is stores[0], partial(_call_costs, store, n, rng))
-            for n, store in itertools.product(_PAGES, stores)
-        ]
-        native, chain = _NativeCall(stack, Path(made) / "native"), _chain()
-        cases += [(0, True, native.cost), (0, True, partial(_frames_cost, chain))]
-        for turn in range(-_WARM, count):
+        cases: list[tuple[int, bool, _Measure]] = []
+        steps: _Steps = {}
+        for n, store in itertools.product(_PAGES, stores):
+            trees = dict(zip(MODELS, _recorded(store, n, rng), strict=True))
+            steps = steps or {model: sorted(tree.total().items()) for model, tree in trees.items()}
+            models = [build(tree) for tree in trees.values()]
+            measure = partial(_call_costs, store, models, n, rng)
+            cases.append((n, store is stores[0], measure))
+        native = _NativeCall(stack, Path(made) / "native")
+        cases.append((0, True, lambda _: native.cost()))
+        for turn in range(-_WARM, 2 * count):
             for i in rng.permutation(len(cases)):  # what went before leaves caches cold
                 n, scheduled, measure = cases[i]
-                for call, us in measure().items():
+                for call, us in measure(turn % 2 == 1).items():
                     if turn >= 0:
                         took.setdefault((scheduled, n, call), []).append(us)
-    return [
+    rows = [
         {
             "pages": n,
             "call": call,
@@ -171,41 +175,73 @@ def _calls(folder: Path, count: int) -> list[dict[str, Any]]:
         }
         for (scheduled, n, call), us in sorted(took.items(), key=lambda case: _place(*case[0]))
     ]
+    return rows, steps
 
 
 def _place(scheduled: bool, n: int, call: str) -> tuple[bool, int, bool, int]:
-    return not n, n, not scheduled, (*CALLS, *CONTROLS).index(call)
+    order = (CALLS[0], MODELS[0], CALLS[1], MODELS[1], *CALLS[2:], NATIVE)
+    return not n, n, not scheduled, order.index(call)
 
 
-def _call_costs(store: ObjectStore, n: int, rng: np.random.Generator) -> dict[str, float]:
-    """Microseconds of this thread for each call; everything has ended afterwards."""
+def _recorded(store: ObjectStore, n: int, rng: np.random.Generator) -> list[Frame]:
+    """What a put runs through, and a match and load."""
+    first, keys = rng.integers(0, 256, (2, n, 16), np.uint8)
+    pages = np.arange(n)
+    store.put(first, pages).wait(_WAIT_S)  # whatever happens once
+
+    def load() -> Any:
+        return store.load(keys[: store.match(keys)], pages)
+
+    trees = []
+    for call in (partial(store.put, keys, pages), load):
+        tree, ticket = record(call)
+        ticket.wait(_WAIT_S)
+        trees.append(tree)
+    return trees
+
+
+def _call_costs(
+    store: ObjectStore,
+    models: Sequence[Callable[[], object]],
+    n: int,
+    rng: np.random.Generator,
+    modelled: bool,
+) -> dict[str, float]:
+    """Microseconds of this thread for each call, or for the models; everything has ended
+    afterwards.
+    """
     pages, clock_ns = np.arange(n), time.thread_time_ns
+
+    def first_of(real: Callable[[], Any], model: Callable[[], object]) -> tuple[Any, float]:
+        """Makes both calls: the ticket of the real one, and microseconds of the first."""
+        calls = (model, real) if modelled else (real, model)
+        began_ns = clock_ns()
+        result = calls[0]()
+        took_ns = clock_ns() - began_ns
+        return (result, calls[1]())[modelled], took_ns / 1e3
 
     def put() -> tuple[Bytes, float]:
         """New keys, and the microseconds of their put, which has ended."""
         keys = rng.integers(0, 256, (n, 16), np.uint8)
-        began_ns = clock_ns()
-        ticket = store.put(keys, pages)
-        took_ns = clock_ns() - began_ns
+        ticket, us = first_of(partial(store.put, keys, pages), models[0])
         ticket.wait(_WAIT_S)
-        return keys, took_ns / 1e3
+        return keys, us
 
     def load() -> Any:
         return store.load(keys[: store.match(keys)], pages)
 
     keys, put_us = put()
-    times_ns = [clock_ns()]
-    loads = [load()]
-    times_ns.append(clock_ns())
-    loads[0].wait_settled(_WAIT_S)
-    times_ns.append(clock_ns())
+    ticket, load_us = first_of(load, models[1])
+    ticket.wait_settled(_WAIT_S)
+    began_ns = clock_ns()
     loads = [load() for _ in range(_ROW)]
-    times_ns.append(clock_ns())
+    loads_us = (clock_ns() - began_ns) / 1e3
     for ticket in loads:
         ticket.wait_settled(_WAIT_S)
-    load_us, loads_us = (np.diff(times_ns)[::2] / 1e3).tolist()
     put()  # it warms the caches, which loads were in
     puts_us = sum(put()[1] for _ in range(_PUT_ROW))
+    if modelled:
+        return dict(zip(MODELS, (put_us, load_us), strict=True))
     took_us = put_us, load_us, loads_us / _ROW, puts_us / _PUT_ROW
     return dict(zip(CALLS, took_us, strict=True))
 
@@ -223,46 +259,19 @@ class _NativeCall:
         buffer = HostBuffer(_BLOCK_NBYTES)
         stack.callback(controller.register(buffer).close)
         memory = flat_memory(buffer.address, _BLOCK_NBYTES, 1, buffer)
-        pages, runs = memory.check_pages([0]), np.zeros(1, RUN_DTYPE)
-        runs["nsid"], runs["nlb"] = 1, 1
-        self._status = np.zeros(1, np.uint32)
-        self._kept = pages, memory, runs
-        self._config = JobConfig(iocb=memory.iocb, page_status=address(self._status))
-        self._config.priority, self._config.timeout_ns = PRIORITY_LOAD, nanoseconds(_WAIT_S)
-        io = self._config.iocb
-        io.opcode, io.psdt, io.lba_shift = OPCODE_READ, engine.psdt, controller.info.lba_shift
-        io.pages, io.n_pages, io.slice_nlb = address(pages), 1, 1
-        io.runs, io.n_runs, io.padding = address(runs), 1, engine.scratch
+        where = Extents([0], [1], [1], 1), memory.check_pages([0]), memory
+        self._read = PreparedRead(engine, *where, timeout_s=_WAIT_S)
 
     def cost(self) -> dict[str, float]:
         """Microseconds of this thread; the read has ended afterwards."""
-        engine, clock_ns = self._engine, time.thread_time_ns
-        job = engine.open_job(self._status, self._kept, None)
-        self._config.tag = job.tag
-        arguments = engine.handle, ctypes.byref(self._config), ctypes.byref(job.native)
-        submit = _native.quick().gio_engine_submit
+        clock_ns = time.thread_time_ns
+        job, submit = self._read.open()
         began_ns = clock_ns()
-        result = submit(*arguments)
+        result = submit()
         took_ns = clock_ns() - began_ns
-        engine.check_started(job, result)
+        self._engine.check_started(job, result)
         job.wait_released(_WAIT_S)
         return {NATIVE: took_ns / 1e3}
-
-
-def _chain() -> Callable[[int, int], None]:
-    """The first of the functions that do nothing: each calls the next, and has code of its own."""
-    made: dict[str, Any] = {}
-    calls = [f"return f{i - 1}(a, b)" if i else "pass" for i in range(_FRAMES)]
-    exec("\n".join(f"def f{i}(a, b): {call}" for i, call in enumerate(calls)), made)
-    first: Callable[[int, int], None] = made[f"f{_FRAMES - 1}"]
-    return first
-
-
-def _frames_cost(chain: Callable[[int, int], None]) -> dict[str, float]:
-    """Microseconds of this thread."""
-    began_ns = time.thread_time_ns()
-    chain(1, 2)
-    return {FRAMES: (time.thread_time_ns() - began_ns) / 1e3}
 
 
 def _one_page(
@@ -368,15 +377,44 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         for name, ratio in page["ratios"].items()
     ]
     turns = "" if page["in_turns"] else ", one kind after the other"
-    return [
+    notes = [
         f"calls: CPU time of the calling thread, pages of {_SHAPE}, on {result['calls_on']}",
-        "puts in a row: each after the end of the one before; without a bar, in the same random"
-        " order: a native call that submits a read of one block and wakes a service thread, and"
-        " functions that call the next",
+        "puts in a row: each after the end of the one before",
+        "one native call: submits a read of one block and wakes a service thread, in the same"
+        " random order",
+    ]
+    if "steps" in result:  # else it is of earlier code
+        notes += bounds_of(result)
+    return [
+        *notes,
         f"a page of {page['nbytes'] // MiB} MiB at durability `process`, medians of"
         f" {page['rounds']}{turns}: {parts}",
         f"over plain writes of its bytes and one record (bar {bar:g}): {'; '.join(found)}",
     ]
+
+
+def bounds_of(result: dict[str, Any]) -> list[str]:
+    """What the models say of the bars."""
+    notes = [
+        "model: as many steps of the interpreter as the call takes, each of the cheapest kind, and"
+        " nothing native; in turns with its call"
+    ]
+    rows = [row for row in result["calls"] if row["scheduled"]]
+    us = {(row["pages"], row["call"]): row["median_us"] for row in rows}
+    for call, model in zip(CALLS[: len(MODELS)], MODELS, strict=True):
+        steps = ", ".join(f"{n} {kind}" for kind, n in result["steps"][model])
+        sums, bar = [us[n, model] + us[0, NATIVE] for n in _PAGES], result["bars_us"][call]
+        verdict = "this does not show that the bar is out of reach"
+        if min(sums) > bar:
+            verdict = "so many steps in Python do not reach it with cold caches"
+        elif max(sums) > bar:
+            verdict = "not reached by so many steps in Python where it is less"
+        notes.append(
+            f"{call}, {steps} for one page: model and native call together"
+            f" {', '.join(f'{s:.0f}' for s in sums)} us for {', '.join(map(str, _PAGES))} pages,"
+            f" bar {bar:g}: {verdict}"
+        )
+    return notes
 
 
 def report(result: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,16 @@ import pytest
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.base.units import MiB
-from tutti.bench import replay
+from tutti.bench import engine_alone, replay
 from tutti.bench.belady import least_recently_used, minimum
+from tutti.bench.pool_file import temporary_pool
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
-from tutti.bench.traces import Synthetic, TraceRequest, generate
-from tutti.errors import ConfigError
+from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
+from tutti.errors import ConfigError, MediumError
 from tutti.medium.geometry import Geometry
 from tutti.store import ObjectStore
+from tutti.transfers.store_config import StoreConfig
 
 SHAPE = KvPageShape(2, 16384)
 LAYOUT = SHAPE.layout(512)
@@ -114,6 +117,22 @@ def damage(store: ObjectStore) -> None:
     medium[store.geometry.groups_offset + 100] ^= 4
 
 
+def test_damage_is_found_by_the_engine_alone(tmp_path: Path) -> None:
+    config, pool = StoreConfig(pin_lookups=1), [str(tmp_path / "pool")]
+    with temporary_pool(pool, LAYOUT, 8 * MiB, config=config) as store, ExitStack() as stack:
+        replayer = play(store, requests_of(5, 5))
+        options = {"executor": "auto", "hugepages": False}
+        alone = engine_alone.EngineAlone(store, pool, replayer.memory, **options)
+        stack.callback(alone.close)
+        keys = block_keys(store.layout.fingerprint, tuple(range(5)), 1)
+        alone.again(keys)
+        assert alone.meters[engine_alone.VERIFIED].nbytes == 5 * LAYOUT.object_nbytes
+        alone._turn = 0
+        replayer.memory.segment(2, 1, 0)[9] ^= 1
+        with pytest.raises(MediumError, match="the engine alone"):
+            alone.again(keys)
+
+
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     replay.add_arguments(parser)
@@ -142,12 +161,22 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_gives_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_is_fio_and_the_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "_FLOOR_NBYTES", 64 * MiB)  # fio counts milliseconds
     shape = ("--shape", "1x32KiB", "--dir", str(tmp_path), "--capacity", "16MiB", "--floor")
     result = replay.run(arguments("--requests", "40", *shape), progress)
-    for what in ("load", "put"):
-        assert result["runs"][0][what]["fio_cpu_s_per_gb"] > 0
+    run = result["runs"][0]
+    assert run["load"]["fio_cpu_s_per_gb"] > 0 and run["put"]["fio_cpu_s_per_gb"] > 0
+    verified, _, many = (run["engine"][kind] for kind in engine_alone.KINDS)
+    assert 0 < verified["operations"] <= run["load"]["operations"] // 3 + 1
+    assert many["nbytes"] == many["operations"] * 64 * 32768
+    calls = [row[1] for row in replay.speed_rows(result)]
+    assert calls[:2] == ["load", "engine alone"] and calls[-1] == "put" and len(calls) == 5
+    assert "of the goal of 0.6 to the rest" in replay.notes_of(result)[0]
+    del run["engine"]
+    assert len(replay.speed_rows(result)) == 2 and not replay.notes_of(result), "as results before"
     assert list(tmp_path.iterdir()) == []
 
 

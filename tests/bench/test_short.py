@@ -17,12 +17,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
     calls = {(row["pages"], row["call"], row["scheduled"]) for row in result["calls"]}
-    controls = {(0, call, True) for call in short.CONTROLS}
-    assert calls == controls | set(itertools.product((1, 4, 16), short.CALLS, (True, False)))
+    of_pages = (*short.CALLS, *short.MODELS)
+    expected = set(itertools.product((1, 4, 16), of_pages, (True, False)))
+    assert calls == expected | {(0, short.NATIVE, True)}
     rows = short.rows_of(result)
-    assert {f"{call}, at once" for call in short.CALLS} < {row[1] for row in rows}
-    assert [row[:2] for row in rows[-2:]] == [("", call) for call in short.CONTROLS]
-    assert {row[1] for row in rows if row[4] == ""} == set(short.CONTROLS)
+    assert {f"{call}, at once" for call in of_pages} < {row[1] for row in rows}
+    assert rows[-1][:2] == ("", short.NATIVE)
+    assert {row[1].removesuffix(", at once") for row in rows if row[4] == ""} == {
+        *short.MODELS,
+        short.NATIVE,
+    }
+    assert set(result["steps"]) == set(short.MODELS)
+    bounds = [note for note in short.notes_of(result) if "model and native call together" in note]
+    assert len(bounds) == 2 and "functions" in bounds[0] and "locks" in bounds[1]
     assert all(0 < row["best_us"] <= row["median_us"] for row in result["calls"])
     page = result["page"]
     assert page["nbytes"] == 8 << 20 and page["rounds"] == 3
@@ -51,8 +58,21 @@ def test_unacceptable_arguments(words: list[str], tmp_path: Path) -> None:
     assert cli.main(["bench", "short", "--dir", str(tmp_path), *words]) == 2
 
 
-def test_the_chain_of_functions_has_code_for_each() -> None:
-    chain = short._chain()
-    functions = chain.__globals__
-    assert len({id(functions[f"f{i}"].__code__) for i in range(60)}) == 60
-    assert short._frames_cost(chain)[short.FRAMES] > 0
+@pytest.mark.parametrize(
+    ("us", "verdict"),
+    [(10.0, "does not show"), (50.0, "so many steps in Python do not reach it"), (41.0, "where")],
+)
+def test_what_the_controls_bound(us: float, verdict: str) -> None:
+    row = {"scheduled": True, "best_us": 1.0}
+    rows = [
+        row | {"pages": n, "call": model, "median_us": us - (us == 41.0 and n == 1)}
+        for n in (1, 4, 16)
+        for model in short.MODELS
+    ]
+    rows += [row | {"pages": 0, "call": short.NATIVE, "median_us": 20.0}]
+    rows += [rows[0] | {"scheduled": False, "median_us": 500.0}]
+    steps = {model: [["C calls", 3], ["functions", 7]] for model in short.MODELS}
+    page = {"nbytes": 8 << 20, "rounds": 3, "in_turns": True, "ms": {}, "ratios": {}}
+    result = {"calls": rows, "bars_us": short.BARS_US, "steps": steps, "page": page}
+    note = short.notes_of(result | {"ratio_bar": 1.5, "calls_on": "memory"})[4]
+    assert note.startswith("put, 3 C calls, 7 functions for one page") and verdict in note

@@ -1,0 +1,98 @@
+"""What loads of a store cost its engine alone: no index, scheduler or tickets, one job a load.
+
+Right after a load of the store the same places are read again through another engine over the same
+files.  So the store's loads are measured as without this, and what they leave in caches is to the
+advantage of the engine alone.  A third of the loads is compared by digests as the store does it, a
+third is not, and of the last third 64 objects are read by one job.  The differences tell what
+digests cost, and what it costs to submit, sleep and wake up once for each load.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import xxhash
+
+from tutti.base.arrays import U64, Keys
+from tutti.bench.meter import Meter
+from tutti.bench.prepared_read import PreparedRead
+from tutti.errors import MediumError
+from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.engine import Engine
+from tutti.memory.host_memory import HostMemory
+from tutti.store import ObjectStore
+
+_MANY = 64
+VERIFIED, UNVERIFIED, MANY = "engine alone", "no digests", f"no digests, {_MANY} objects a job"
+KINDS = (VERIFIED, UNVERIFIED, MANY)
+_WAIT_S = 120.0
+
+
+class EngineAlone:
+    """Reads what a store has loaded into the first pages of `loaded`.
+
+    paths: the files of the store's pool.  meters: one for each of KINDS.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        paths: list[str],
+        loaded: HostMemory,
+        *,
+        executor: str,
+        hugepages: bool,
+    ) -> None:
+        self.meters = {kind: Meter() for kind in KINDS}
+        self._core = store._core  # nothing public tells the slots of keys
+        self._loaded = loaded
+        memory = HostMemory.allocate(store.layout, max(loaded.pages, _MANY), hugepages=hugepages)
+        self._memory = memory.memory
+        self._pages = self._memory.check_pages(np.arange(memory.pages))
+        self._gathered = np.zeros(0, np.int64)
+        self._turn = 0
+        with ExitStack() as undo:
+            lba_nbytes = store.geometry.lba_nbytes
+            controller = FileController(paths, lba_nbytes=lba_nbytes, executor=executor)
+            undo.enter_context(controller)
+            self._engine = Engine(controller, window_nbytes=store.config.window_nbytes)
+            undo.callback(self._engine.close)
+            for region in controller.register_all(memory.buffers):
+                undo.callback(region.close)
+            controller.read_page_sizes()
+            self.close = undo.pop_all().close
+
+    def again(self, keys: Keys) -> None:
+        """Reads the objects of keys (n, 16), which are in the pool, if it is their turn.
+
+        Raises MediumError for other bytes than the store has loaded.
+        """
+        kind = KINDS[self._turn % len(KINDS)]
+        self._turn += 1
+        slots = self._core.index.find(keys)
+        if kind == MANY:
+            slots = np.append(self._gathered, slots)
+            self._gathered = slots[_MANY:] if slots.size >= _MANY else slots
+            if slots.size < _MANY:
+                return
+            slots = slots[:_MANY]
+        digests = self._digests(len(keys)) if kind == VERIFIED else None
+        what = self._core.extents(slots), self._pages[: slots.size], self._memory
+        read = PreparedRead(self._engine, *what, timeout_s=_WAIT_S, digests=digests)
+        with self.meters[kind].operation():
+            job, submit = read.open()
+            self._engine.check_started(job, submit())
+            released = job.wait_released(_WAIT_S)
+        if not released or job.report().status:
+            raise MediumError("the engine alone read other bytes than the store, or none")
+        self.meters[kind].nbytes += slots.size * self._loaded.layout.object_nbytes
+
+    def _digests(self, n: int) -> U64:
+        """Of the first n pages, (n, layers)."""
+        layout, segment = self._loaded.layout, self._loaded.segment
+        found = np.zeros((n, layout.layers), np.uint64)
+        for page, layer in np.ndindex(found.shape):
+            parts = [segment(page, layer, k).data for k in range(len(layout.segments))]
+            found[page, layer] = xxhash.xxh3_64_intdigest(b"".join(parts))
+        return found
