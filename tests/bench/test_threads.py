@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tutti import cli
+from tutti.base.units import KiB, MiB
 from tutti.bench import threads
 
 
@@ -19,17 +20,24 @@ def test_verified_loads_are_shown_beside_their_bound(
     bound = result["bound"]
     assert bound["beside_digests_gb_per_s"]["median"] > 0 < bound["copies_gb_per_s"]["median"]
     interval = {"median": 0.7, "low": 0.6, "high": 0.8}
-    bound["beside_over_alone"] = bound["threads"][-1]["two_over_one"] = interval
+    bound["beside_over_alone"] = interval
     beside, offloaded, scales = threads.notes_of(result)[:3]
     assert "(bar 0.97): " in beside and beside.endswith("GB/s): 0.70 [0.60, 0.80]")
-    assert "(bar 1.7): copies " in scales and scales.endswith(", in caches 0.70 [0.60, 0.80]")
+    assert "(bar 1.7): copies " in scales and ", in caches " in scales
     assert beside in threads.report(result) and scales in threads.report(result)
     (worker,) = (row for row in result["rows"] if row["digest_workers"])
     assert 0 <= worker["digests_offloaded"] <= worker["verified_commands"] == 3 * 2 * 16 * 16
     assert f"{worker['digests_offloaded']} of 1536 commands" in offloaded
-    works = ["copies", "digests alone", "in caches"]
-    assert [row["work"] for row in bound["threads"]] == works
-    assert all(row["one_gb_per_s"]["median"] > 0 for row in bound["threads"])
+    assert [(row["work"], row["nbytes"]) for row in bound["pinned"]] == [
+        ("copies", 256 * MiB),
+        ("digests alone", 256 * MiB),
+        ("in caches", 256 * KiB),
+        ("in caches", 16 * KiB),
+    ]
+    assert all(row["one_gb_per_s"]["median"] > 0 for row in bound["pinned"])
+    assert all(row["two_over_one_by_cpu_time"]["low"] > 0 for row in bound["pinned"])
+    assert len(bound["stolen_cores"]) == 3
+    assert scales in threads.report(result)
 
 
 def test_calls_of_a_work_have_the_same_middle_in_time() -> None:
@@ -44,11 +52,41 @@ def test_calls_of_a_work_have_the_same_middle_in_time() -> None:
     assert rates["b"] == 2 * rates["a"] == 2 * threads._GIGABYTES
 
 
-def test_plain_threads_share_all_slices() -> None:
-    plain = threads._Threads()
-    plain._target.array[:] = 0
-    assert plain.seconds(*plain.shares(threads._COPIES, 2)) > 0
-    assert plain._target.array.min() == plain._target.array.max() == 7
+def test_pinned_threads_do_as_much_as_a_load() -> None:
+    pinned = threads._Pinned()
+    for _, target in pinned._buffers:
+        target.array[:] = 0
+    parts = [pinned.share(threads._COPIES, 256 * MiB, who) for who in range(len(pinned._buffers))]
+    assert pinned.shared_seconds("a", *parts) > 0 < pinned.cpu_s["a"][0]
+    assert all(target.array.min() == target.array.max() == 7 for _, target in pinned._buffers)
+    where, sizes = pinned.digest(0, 16 * KiB, 16 * KiB).args  # type: ignore[attr-defined]
+    assert set(where) == {pinned._buffers[0][1].address} and sizes.sum() == 256 * MiB
+    pinned.close()
+
+
+def span(low: float, high: float) -> dict[str, float]:
+    return {"median": (low + high) / 2, "low": low, "high": high}
+
+
+@pytest.mark.parametrize(
+    ("gained", "by_time", "by_cpu_time", "said"),
+    [
+        (1.8, span(1.2, 1.3), span(1.2, 1.3), "reached"),
+        (1.5, span(1.8, 2.0), span(1.9, 2.0), "the engine is to blame"),
+        (1.5, span(1.6, 1.8), span(1.9, 2.0), "not resolved"),
+        (1.5, span(1.3, 1.5), span(1.9, 2.0), "had the second processor"),
+        (1.5, span(1.3, 1.5), span(1.4, 1.6), "the limit of this machine's second processor"),
+    ],
+)
+def test_what_keeps_two_drives_below_the_bar(
+    gained: float, by_time: dict[str, float], by_cpu_time: dict[str, float], said: str
+) -> None:
+    row = {"work": "in caches", "verified_over_first": span(gained, gained)}
+    control = {"two_over_one": by_time, "two_over_one_by_cpu_time": by_cpu_time}
+    worse = {"two_over_one": span(1, 1), "two_over_one_by_cpu_time": span(1, 1)}
+    controls = [{"work": "in caches", **one} for one in (worse, control)]
+    (line,) = threads._verdicts([row], [*controls, {"work": "copies"}])
+    assert said in line
 
 
 def test_too_few_rounds_are_refused() -> None:
