@@ -13,6 +13,7 @@ from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.bench import belady, eviction
 from tutti.bench.belady import PUBLISHED
+from tutti.bench.eviction_pool import Pool
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
@@ -32,7 +33,7 @@ def trace(requests: int = 150) -> list[TraceRequest]:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_store_with_bytes_hits_as_often(policy: str) -> None:
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, GROUP_SLOTS, SLOTS // GROUP_SLOTS)
-    pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+    pool = Pool(SLOTS, policy, GROUP_SLOTS)
     with opened(formatted(LAYOUT, geometry), pin_lookups=1, eviction=policy) as store:
         replayer = Replayer(store, pages=256, page_size=512, hugepages=False)
         for request in trace():
@@ -49,7 +50,7 @@ def test_a_store_with_bytes_hits_as_often(policy: str) -> None:
 def test_a_scan_does_not_push_out_what_is_used_again() -> None:
     hits = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(200):
             pool.play(block_keys(bytes(16), range(8)))
             new = range(1000 + 40 * turn, 1040 + 40 * turn)
@@ -66,7 +67,7 @@ def test_a_scan_does_not_push_out_what_is_used_again() -> None:
 def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
     hits = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(400):
             pool.play(block_keys(bytes(16), range(40 * (turn % 3), 40 * (turn % 3) + 40)))
         for turn in range(200):  # other users
@@ -79,7 +80,7 @@ def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
 def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
     found = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(60):
             for _ in range(16):
                 pool.play(block_keys(bytes(16), range(10_000 + 4 * turn, 10_004 + 4 * turn)))
@@ -91,7 +92,7 @@ def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
 
 
 def test_a_large_pool_keeps_less_than_a_64th_free() -> None:
-    pool = eviction.Pool(256 * 128, "mq")
+    pool = Pool(256 * 128, "mq")
     requests = [block_keys(bytes(16), range(at, at + 64)) for at in range(0, 253 * 128, 64)]
     for keys in requests:
         pool.play(keys)
