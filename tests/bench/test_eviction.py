@@ -7,19 +7,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.bench import belady, eviction
 from tutti.bench.belady import PUBLISHED
-from tutti.bench.eviction_pool import Pool
+from tutti.bench.eviction_pool import Pool, _Parts
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
-from tutti.placement.eviction import POLICIES
+from tutti.placement.eviction import POLICIES, EvictionView
 
 LAYOUT = KvPageShape(2, 16384).layout(512)
 GROUP_SLOTS = 4
@@ -101,6 +102,27 @@ def test_a_large_pool_keeps_less_than_a_64th_free() -> None:
     assert pool.evicted > 0
 
 
+def test_parts_of_groups_are_evicted_as_a_whole_and_busy_ones_last() -> None:
+    size = 16
+    view = EvictionView(
+        resident=np.ones(size, np.bool_),
+        busy=np.arange(size) == 1,
+        access=np.array([1, 1, 9, 2, 3, 3, 4, 4, *[8] * 8], np.uint32),
+        depth=np.zeros(size, np.uint32),
+        group_slots=8,
+        uses=np.ones(size, np.uint8),
+        now=9,
+        lifetime_bits=4,
+    )
+    parts = _Parts(POLICIES["lru"], 2)
+    assert parts.victims(view, 0).size == 0
+    assert sorted(parts.victims(view, 1)) == [4, 5]
+    assert sorted(parts.victims(view, 3)) == [4, 5, 6, 7]
+    everything = parts.victims(view, size).tolist()
+    assert sorted(everything) == [slot for slot in range(size) if slot != 1]
+    assert everything[-1] == 0
+
+
 def cell(**changes: object) -> dict[str, object]:
     facts: dict[str, object] = {
         "trace": "t",
@@ -150,10 +172,16 @@ def test_published_policies_say_how_far_a_policy_can_come(
         eviction.run(args, progress)
     library = SimpleNamespace(Request=SimpleNamespace, **dict.fromkeys(PUBLISHED, Kept))
     monkeypatch.setitem(sys.modules, "libcachesim", library)
-    [best] = eviction.run(args, progress)["published"]
+    result = eviction.run(args, progress)
+    [best] = result["published"]
     assert best["hit_rates"] == dict.fromkeys(PUBLISHED, best["lru_hit_rate"])
     notes = eviction.notes_of({"cells": [], "published": [best]})
     assert f"published policies, synthetic, {best['capacity_blocks']} blocks" in notes[-1]
+    assert len(result["others"]) == 7  # halves, and other seeds
+    for each in result["cells"]:
+        bounds = [each[name] for name in eviction._BOUNDS]
+        assert bounds[1] <= bounds[2] <= bounds[0]
+        assert bounds[0] <= each["minimum_hit_rate"]
 
 
 def test_beside_a_bar_that_is_missed_stands_what_published_policies_reach() -> None:
