@@ -10,6 +10,12 @@ any of them comes that knows no more than a pool does. Plain LRU, MQ and LIRS al
 slots that a pool has free on average: what the reserve costs any policy.
 
 "2nd found" is the share of the blocks' second references that hit: what new objects get.
+"whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py).
+
+Where runs are too short, `lru` and `mq` also play with whole parts of groups as victims: halves,
+quarters and so on to single slots. That is a trial of this model; the store has no such setting.
+The default also plays on other traces than those that its constants were chosen on: halves of each
+trace, two shuffled orders of a trace of documents, and other seeds of the synthetic one.
 
 A policy passes when at every capacity it hits at least as often as plain LRU, when at the smallest
 capacity of a trace it covers a third of the distance from plain LRU to MIN, and when its runs are
@@ -20,42 +26,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti.arguments import positive
-from tutti.base.arrays import Keys, Mask, Slots
 from tutti.base.terminal import ProgressFactory, table
-from tutti.bench import belady
+from tutti.bench import belady, eviction_bounds
 from tutti.bench.environment import describe
-from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate, read_trace
+from tutti.bench.eviction_pool import GROUP_SLOTS, GROUPS, WINDOW, Pool, play
+from tutti.bench.traces import Synthetic, TraceRequest, generate, read_trace
 from tutti.bench.writable import check_writable
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
-from tutti.placement.allocator import Allocator
-from tutti.placement.eviction import (
-    POLICIES,
-    EvictionPolicy,
-    EvictionView,
-    expected_slots,
-    reserve_slots,
-)
-from tutti.placement.index import MISSING, Index, SlotState
-from tutti.placement.reuse import ReuseHistory
+from tutti.placement.eviction import POLICIES, reserve_slots
 
 SYNTHETIC = "synthetic"
-GROUPS = "groups"
-GROUP_SLOTS = 128
-_WINDOW = 256  # pages of one load or put
 _RESERVED = ("MQ", "LIRS")
 _THIRD = 1 / 3
 _RUN_SHARE = 0.9
-_FINGERPRINT = bytes(16)
+_DEFAULT = "mq"  # of StoreConfig
+_OTHER_SEEDS = range(2, 7)
+_SHUFFLES = range(2)
+_DOCUMENTS = ("leval", "loogle")  # traces whose requests have no order of their own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,18 +100,25 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     traces = [(_name(trace), _requests(trace, args.requests)) for trace in args.trace]
     cells: list[dict[str, Any]] = []
     published: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     with progress("eviction", len(traces) * len(args.capacity)) as bar:
         for name, requests in traces:
             for share in sorted(args.capacity):
-                cells += _cells(name, requests, share, args)
+                new = _cells(name, requests, share, args)
+                cells += new
                 if args.published:
-                    published.append(_published(cells[-2], requests))  # not "groups"
+                    published.append(_published(new[-2], requests))  # not "groups"
+                    parts += _parts(new, requests)
+                    others += _others(name, requests, share, args)
                 bar.advance(1)
     result = {
         "benchmark": "eviction",
         "cells": cells,
         "missed": missed_bars(cells, published),
         "published": published,
+        "parts": parts,
+        "others": others,
         "group_slots": args.group_slots,
         "machine": describe("."),
     }
@@ -124,9 +127,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     return result
 
 
+_BOUNDS = ("whole_puts_hit_rate", "classes_hit_rate", "classes_and_gaps_hit_rate")
 HEAD = (
     *("trace", "blocks", "policy", "block hits", "plain LRU", "less reserve", "published"),
     *("a third", "MIN", "gained", "mean run", "2nd found"),
+    *("whole puts", "by classes", "and gaps"),
 )
 
 
@@ -150,6 +155,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
             f"{100 * gained(cell):.0f} %",
             f"{cell['mean_run_length']:.2f}",
             f"{100 * cell['second_found']:.1f} %",
+            *(f"{100 * cell[bound]:.1f} %" if bound in cell else "" for bound in _BOUNDS),
         ]
         for cell in result["cells"]
     ]
@@ -161,6 +167,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     missed = [f"NOT REACHED: {text}" for text in found] or ["every bar is reached"]
     return (
         missed
+        + _bound_notes(result["cells"])
+        + _part_notes(result.get("parts", ()))
+        + _other_notes(result.get("others", ()))
         + _limits(result["published"])
         + [
             f"best of {len(each['hit_rates'])} published policies, {each['trace']},"
@@ -228,6 +237,66 @@ def _limits(published: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
+def _bound_notes(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Where a third of the way is, against the bounds; for each of the smallest pools."""
+    pools = {_pool(cell): cell for cell in cells if _BOUNDS[0] in cell}
+    notes = []
+    for cell in (cell for cell in pools.values() if _is_smallest(cell, cells)):
+        ways = [gained({**cell, "hit_rate": cell[bound]}) for bound in _BOUNDS]
+        proven = "out of reach" if ways[1] < _THIRD else "not excluded"
+        with_gaps = "out of reach" if ways[2] < _THIRD else "not excluded"
+        notes.append(
+            f"bounds, {cell['trace']}, {cell['capacity_blocks']} blocks: MIN with whole puts"
+            f" {ways[0]:.2f} of the way; policies that know age, uses and depth at most"
+            f" {ways[1]:.2f}, a third is {proven}; the gap before the last use, too,"
+            f" {ways[2]:.2f}, {with_gaps}"
+        )
+    for cell in (cell for cell in cells if cell["hit_rate"] > cell.get(_BOUNDS[1], 1)):
+        pair = f"{100 * cell['hit_rate']:.1f} % against {100 * cell[_BOUNDS[1]]:.1f} %"
+        notes.append(
+            f"{cell['policy']}, {cell['trace']}, {cell['capacity_blocks']} blocks, hits more than"
+            f" age, uses and depth explain: {pair}"
+        )
+    return notes
+
+
+def _part_notes(parts: Sequence[dict[str, Any]]) -> list[str]:
+    """Hits and runs by the size of what is evicted as a whole, and whether one has both."""
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for part in parts:
+        rows.setdefault((*_pool(part), part["policy"]), []).append(part)
+    notes = []
+    for (trace, blocks, policy), row in rows.items():
+        both = [str(p["part_slots"]) for p in row if p["has_hits"] and p["has_runs"]]
+        points = (
+            f"{p['part_slots']}: {100 * p['hit_rate']:.1f} %, {p['mean_run_length']:.2f}"
+            for p in row
+        )
+        notes.append(
+            f"parts of groups, {policy}, {trace}, {blocks} blocks; slots evicted as a whole, hits"
+            f" and mean run: {'; '.join(points)}; both bars with "
+            + (" and ".join(both) if both else "none")
+        )
+    return notes
+
+
+def _other_notes(others: Sequence[dict[str, Any]]) -> list[str]:
+    """How the default does on traces that it was not tuned on."""
+    if not others:
+        return []
+    less = [each for each in others if each["hit_rate"] < each["lru_hit_rate"]]
+    mean = sum(each["hit_rate"] - each["lru_hit_rate"] for each in others) / len(others)
+    notes = [
+        f"other traces: {others[0]['policy']} hits at least as often as plain LRU in"
+        f" {len(others) - len(less)} of {len(others)} pools, {100 * mean:+.2f} points on average"
+    ]
+    return notes + [
+        f"other traces, less than plain LRU: {each['trace']}, {each['capacity_blocks']} blocks:"
+        f" {100 * each['hit_rate']:.1f} %, plain LRU {100 * each['lru_hit_rate']:.1f} %"
+        for each in less
+    ]
+
+
 def missed_bars(
     cells: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
@@ -260,147 +329,31 @@ def missed_bars(
     return missed
 
 
-class _LeastRecentGroups:
-    """The groups that were not looked up for longest; of those the ends of chains first."""
-
-    def victims(self, view: EvictionView, n: int) -> Slots:
-        rows = (-1, view.group_slots)
-        resident, busy = view.resident.reshape(rows), view.busy.reshape(rows)
-        access = np.where(resident, view.access.reshape(rows), 0).max(axis=1)
-        depth = np.where(resident, view.depth.reshape(rows), 0).max(axis=1).astype(np.int64)
-        evictable = resident & ~busy
-        groups = np.lexsort((-depth, access, busy.any(axis=1)))
-        enough = int(np.searchsorted(np.cumsum(evictable.sum(axis=1)[groups]), n)) + 1
-        row, column = np.nonzero(evictable[groups[:enough]])
-        slots: Slots = groups[row] * view.group_slots + column
-        return slots
-
-
-_POLICIES: dict[str, EvictionPolicy] = {**POLICIES, GROUPS: _LeastRecentGroups()}
-
-
-@dataclass
-class Pool:
-    """A pool without a medium, of at least `blocks` slots in whole groups."""
-
-    blocks: int
-    policy: str
-    group_slots: int = GROUP_SLOTS
-
-    def __post_init__(self) -> None:
-        groups = max(1, -(-self.blocks // self.group_slots))
-        slots = groups * self.group_slots
-        self.index = Index(slots, seed=1)
-        self.allocator = Allocator(1, groups, self.group_slots)
-        self.history = ReuseHistory(slots)
-        self.reserve = reserve_slots(slots)
-        self._kept: Mask = np.zeros(slots, np.bool_)
-        self.hits = self.loaded = self.runs = self.evicted = 0
-        self._free_sum = self._puts = 0  # since the pool was full
-
-    @property
-    def free_slots(self) -> int:
-        """Slots free behind a put, on average since the pool was full."""
-        return self._free_sum // self._puts if self._puts else 0
-
-    def play(self, keys: Keys) -> int:
-        """One request: look-up, load of what hits, put of the rest; returns how many hit."""
-        found = self.index.match(keys)
-        self._kept[:] = False
-        self._kept[found] = True
-        self.hits += found.size
-        self._top_up(expected_slots(self.index.slots, len(keys) - found.size))
-        for start in range(0, found.size, _WINDOW):
-            self._load(found[start : start + _WINDOW])
-        for start in range(found.size, len(keys), _WINDOW):
-            self._put(keys, start, min(len(keys), start + _WINDOW))
-        return found.size
-
-    def _load(self, slots: Slots) -> None:
-        self.index.begin_use()
-        self.index.access[slots] = self.index.uses
-        self.history.loaded(slots, self.index.uses)
-        self.loaded += slots.size
-        self.runs += 1 + int(np.count_nonzero(_breaks(slots, self.group_slots)))
-
-    def _put(self, keys: Keys, start: int, end: int) -> None:
-        index = self.index
-        if start == 0:
-            index.begin_use()
-        rows = start + index.absent(keys[start:end])
-        if rows.size == 0:
-            return
-        self._top_up(rows.size)
-        after = int(index.find(keys[start - 1 : start])[0]) if start else MISSING
-        slots = self.allocator.allocate(rows.size, after=None if after == MISSING else after)
-        self._top_up(0)
-        rows = rows[: slots.size]
-        fresh = np.ascontiguousarray(keys[rows])
-        index.insert(slots, fresh, 0, rows.astype(np.uint32))
-        index.set_state(slots, SlotState.READY)
-        self.history.stored(slots, fresh, index.uses)
-        if self.evicted:
-            self._free_sum += self.allocator.free_slots
-            self._puts += 1
-
-    def _top_up(self, extra: int) -> None:
-        index, free = self.index, self.allocator.free_slots
-        if free >= self.reserve + extra:
-            return
-        history = self.history
-        view = EvictionView(
-            index.resident(),
-            self._kept,
-            index.access,
-            index.depth,
-            self.group_slots,
-            history.uses,
-            index.uses,
-            history.lifetime_bits,
-        )
-        victims = _POLICIES[self.policy].victims(view, 2 * self.reserve + extra - free)
-        if victims.size == 0:
-            return
-        history.evicted(victims, index.key[victims])
-        victims = np.sort(victims)
-        index.remove(victims)
-        index.set_state(victims, SlotState.VOIDED)
-        self.allocator.free(victims)
-        self.evicted += victims.size
-
-
-def _breaks(slots: Slots, group_slots: int) -> Mask:
-    breaks: Mask = (np.diff(slots) != 1) | (slots[1:] % group_slots == 0)
-    return breaks
-
-
 def _cells(
     name: str, requests: Sequence[TraceRequest], share: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     blocks = [request.hash_ids for request in requests]
-    distinct = len({block for ids in blocks for block in ids})
-    wanted = max(GROUPS_LEAST, int(share * distinct))
-    group_slots = min(args.group_slots, wanted // GROUPS_LEAST)  # as a new pool is cut
+    facts = _facts(name, blocks, share, args.group_slots)
+    slots = facts["capacity_blocks"]
+    facts["minimum_hit_rate"] = belady.minimum(blocks, slots).hit_rate
+    facts["unlimited_hit_rate"] = belady.unlimited(blocks).prefix_hit_rate
+    whole = eviction_bounds.whole_puts(blocks, slots, reserve_slots(slots), WINDOW).hit_rate
+    facts[_BOUNDS[0]] = whole
+    for bound, gaps in zip(_BOUNDS[1:], (False, True), strict=True):
+        facts[bound] = min(whole, eviction_bounds.by_classes(blocks, slots, WINDOW, gaps))
     cells = []
     for policy in (*args.policies, GROUPS):
-        pool = Pool(wanted, policy, group_slots)
-        second_found = _play(pool, blocks)
-        slots, less = pool.index.slots, pool.index.slots - pool.free_slots
-        lru = belady.least_recently_used(blocks, slots)
+        pool = Pool(slots, policy, facts["group_slots"])
+        second_found = play(pool, blocks)
+        less = belady.least_recently_used(blocks, slots - pool.free_slots)
         cells.append(
             {
-                "trace": name,
-                "requests": len(requests),
-                "distinct_blocks": distinct,
-                "capacity_blocks": slots,
+                **facts,
                 "free_slots": pool.free_slots,
                 "policy": policy,
-                "hit_rate": pool.hits / lru.references,
-                "lru_hit_rate": lru.prefix_hit_rate,
-                "lru_less_reserve": belady.least_recently_used(blocks, less).prefix_hit_rate,
-                "minimum_hit_rate": belady.minimum(blocks, slots).hit_rate,
-                "unlimited_hit_rate": belady.unlimited(blocks).prefix_hit_rate,
-                "mean_run_length": pool.loaded / pool.runs if pool.runs else 0.0,
+                "hit_rate": pool.hits / less.references,
+                "lru_less_reserve": less.prefix_hit_rate,
+                "mean_run_length": _mean_run(pool),
                 "second_found": second_found,
                 "evicted": pool.evicted,
                 "evicted_too_early": pool.history.regretted,
@@ -409,17 +362,85 @@ def _cells(
     return cells
 
 
-def _play(pool: Pool, blocks: Sequence[Sequence[int]]) -> float:
-    """Plays all requests; returns the share of the blocks' second references that hit."""
-    references: Counter[int] = Counter()
-    second = found = 0
-    for ids in blocks:
-        hits = pool.play(block_keys(_FINGERPRINT, ids))
-        for place, block in enumerate(ids):
-            references[block] += 1
-            second += references[block] == 2
-            found += references[block] == 2 and place < hits
-    return found / second if second else 0.0
+def _facts(
+    name: str, blocks: Sequence[Sequence[int]], share: float, group_slots: int
+) -> dict[str, Any]:
+    """What is the same for all policies: the pool, and plain LRU in it."""
+    distinct = len({block for ids in blocks for block in ids})
+    wanted = max(GROUPS_LEAST, int(share * distinct))
+    group_slots = min(group_slots, wanted // GROUPS_LEAST)  # as a new pool is cut
+    slots = -(-wanted // group_slots) * group_slots
+    return {
+        "trace": name,
+        "requests": len(blocks),
+        "distinct_blocks": distinct,
+        "capacity_blocks": slots,
+        "group_slots": group_slots,
+        "lru_hit_rate": belady.least_recently_used(blocks, slots).prefix_hit_rate,
+    }
+
+
+def _mean_run(pool: Pool) -> float:
+    return pool.loaded / pool.runs if pool.runs else 0.0
+
+
+def _parts(
+    cells: Sequence[dict[str, Any]], requests: Sequence[TraceRequest]
+) -> list[dict[str, Any]]:
+    """The policies with whole parts of groups as victims, in a pool where runs are too short."""
+    blocks = [request.hash_ids for request in requests]
+    runs = _RUN_SHARE * cells[-1]["mean_run_length"]  # of "groups"
+    if all(cell["mean_run_length"] >= runs for cell in cells):
+        return []
+    parts = []
+    for cell in cells[:-1]:
+        part = cell["group_slots"]
+        while part:
+            pool = Pool(cell["capacity_blocks"], cell["policy"], cell["group_slots"], part)
+            play(pool, blocks)
+            hit_rate = pool.hits / sum(map(len, blocks))
+            parts.append(
+                {
+                    **{key: cell[key] for key in ("trace", "capacity_blocks", "policy")},
+                    "part_slots": part,
+                    "hit_rate": hit_rate,
+                    "mean_run_length": _mean_run(pool),
+                    "has_hits": hit_rate >= cell["lru_hit_rate"],
+                    "has_runs": _mean_run(pool) >= runs,
+                }
+            )
+            part //= 2
+    return parts
+
+
+def _others(
+    name: str, requests: Sequence[TraceRequest], share: float, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The default on traces that were not used to choose its constants."""
+    others = []
+    for other, played in _other_traces(name, requests):
+        blocks = [request.hash_ids for request in played]
+        facts = _facts(other, blocks, share, args.group_slots)
+        pool = Pool(facts["capacity_blocks"], _DEFAULT, facts["group_slots"])
+        play(pool, blocks)
+        rate = pool.hits / sum(map(len, blocks))
+        others.append({**facts, "policy": pool.policy, "hit_rate": rate})
+    return others
+
+
+def _other_traces(
+    name: str, requests: Sequence[TraceRequest]
+) -> Iterator[tuple[str, Sequence[TraceRequest]]]:
+    half = len(requests) // 2
+    yield f"{name}, first half", requests[:half]
+    yield f"{name}, second half", requests[half:]
+    if name in _DOCUMENTS:
+        for seed in _SHUFFLES:
+            order = np.random.default_rng(seed).permutation(len(requests))
+            yield f"{name}, shuffled, seed {seed}", [requests[at] for at in order]
+    if name == SYNTHETIC:
+        for seed in _OTHER_SEEDS:
+            yield f"{name}, seed {seed}", generate(Synthetic(requests=len(requests), seed=seed))
 
 
 def _published(cell: dict[str, Any], requests: Sequence[TraceRequest]) -> dict[str, Any]:

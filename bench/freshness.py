@@ -67,7 +67,8 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "eviction": (
         *("tutti/placement", "tutti/transfers/reclaim.py", "tutti/medium/geometry.py"),
         *(f"kernels/native/{name}.cpp" for name in ("allocator", "index", "reuse")),
-        *("bench/eviction.py", *_TRACES),
+        *(f"bench/{name}.py" for name in ("eviction", "eviction_bounds", "eviction_pool")),
+        *_TRACES,
     ),
     "failures": ("kernels/native", "tutti", *_MAKING, "tests/native/failures.py"),
     "fuzz": ("tutti", *_MAKING, "tests/fuzz"),

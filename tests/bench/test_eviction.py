@@ -7,18 +7,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.bench import belady, eviction
 from tutti.bench.belady import PUBLISHED
+from tutti.bench.eviction_pool import Pool, _Parts
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
-from tutti.placement.eviction import POLICIES
+from tutti.placement.eviction import POLICIES, EvictionView
 
 LAYOUT = KvPageShape(2, 16384).layout(512)
 GROUP_SLOTS = 4
@@ -32,7 +34,7 @@ def trace(requests: int = 150) -> list[TraceRequest]:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_store_with_bytes_hits_as_often(policy: str) -> None:
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, GROUP_SLOTS, SLOTS // GROUP_SLOTS)
-    pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+    pool = Pool(SLOTS, policy, GROUP_SLOTS)
     with opened(formatted(LAYOUT, geometry), pin_lookups=1, eviction=policy) as store:
         replayer = Replayer(store, pages=256, page_size=512, hugepages=False)
         for request in trace():
@@ -49,7 +51,7 @@ def test_a_store_with_bytes_hits_as_often(policy: str) -> None:
 def test_a_scan_does_not_push_out_what_is_used_again() -> None:
     hits = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(200):
             pool.play(block_keys(bytes(16), range(8)))
             new = range(1000 + 40 * turn, 1040 + 40 * turn)
@@ -66,7 +68,7 @@ def test_a_scan_does_not_push_out_what_is_used_again() -> None:
 def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
     hits = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(400):
             pool.play(block_keys(bytes(16), range(40 * (turn % 3), 40 * (turn % 3) + 40)))
         for turn in range(200):  # other users
@@ -79,7 +81,7 @@ def test_what_is_no_longer_used_makes_room_for_what_is() -> None:
 def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
     found = {}
     for policy in sorted(POLICIES):
-        pool = eviction.Pool(SLOTS, policy, GROUP_SLOTS)
+        pool = Pool(SLOTS, policy, GROUP_SLOTS)
         for turn in range(60):
             for _ in range(16):
                 pool.play(block_keys(bytes(16), range(10_000 + 4 * turn, 10_004 + 4 * turn)))
@@ -91,13 +93,34 @@ def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
 
 
 def test_a_large_pool_keeps_less_than_a_64th_free() -> None:
-    pool = eviction.Pool(256 * 128, "mq")
+    pool = Pool(256 * 128, "mq")
     requests = [block_keys(bytes(16), range(at, at + 64)) for at in range(0, 253 * 128, 64)]
     for keys in requests:
         pool.play(keys)
     assert [pool.play(keys) for keys in requests] == [64] * len(requests)
     pool.play(block_keys(bytes(16), range(10**6, 10**6 + 640)))
     assert pool.evicted > 0
+
+
+def test_parts_of_groups_are_evicted_as_a_whole_and_busy_ones_last() -> None:
+    size = 16
+    view = EvictionView(
+        resident=np.ones(size, np.bool_),
+        busy=np.arange(size) == 1,
+        access=np.array([1, 1, 9, 2, 3, 3, 4, 4, *[8] * 8], np.uint32),
+        depth=np.zeros(size, np.uint32),
+        group_slots=8,
+        uses=np.ones(size, np.uint8),
+        now=9,
+        lifetime_bits=4,
+    )
+    parts = _Parts(POLICIES["lru"], 2)
+    assert parts.victims(view, 0).size == 0
+    assert sorted(parts.victims(view, 1)) == [4, 5]
+    assert sorted(parts.victims(view, 3)) == [4, 5, 6, 7]
+    everything = parts.victims(view, size).tolist()
+    assert sorted(everything) == [slot for slot in range(size) if slot != 1]
+    assert everything[-1] == 0
 
 
 def cell(**changes: object) -> dict[str, object]:
@@ -149,10 +172,16 @@ def test_published_policies_say_how_far_a_policy_can_come(
         eviction.run(args, progress)
     library = SimpleNamespace(Request=SimpleNamespace, **dict.fromkeys(PUBLISHED, Kept))
     monkeypatch.setitem(sys.modules, "libcachesim", library)
-    [best] = eviction.run(args, progress)["published"]
+    result = eviction.run(args, progress)
+    [best] = result["published"]
     assert best["hit_rates"] == dict.fromkeys(PUBLISHED, best["lru_hit_rate"])
     notes = eviction.notes_of({"cells": [], "published": [best]})
     assert f"published policies, synthetic, {best['capacity_blocks']} blocks" in notes[-1]
+    assert len(result["others"]) == 7  # halves, and other seeds
+    for each in result["cells"]:
+        bounds = [each[name] for name in eviction._BOUNDS]
+        assert bounds[1] <= bounds[2] <= bounds[0]
+        assert bounds[0] <= each["minimum_hit_rate"]
 
 
 def test_beside_a_bar_that_is_missed_stands_what_published_policies_reach() -> None:
