@@ -50,8 +50,8 @@ _GPU = "tutti/gio_uring/gpu"
 #: Make and replace pools, which ends before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 #: In folders above, but in no result that does not name it: besides, without a GPU none of its
-#: engines runs, and a report only shows results.
-_APART = (*_MAKING, _GPU, "bench/slack/report.py")
+#: engines runs, a report only shows results, and nothing simulated uses a file.
+_APART = (*_MAKING, _GPU, *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")))
 
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.

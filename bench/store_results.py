@@ -81,7 +81,7 @@ STEPS = (
     Result("window", "tutti.cli bench window --dir {dirs} --json", 240, prints=True),
     Result("short", "tutti.cli bench short --dir {dirs} --json", 120, prints=True),
     Result("threads", "tutti.cli bench threads --json", 300, prints=True),
-    Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 48", 480,
+    Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 40", 400,
          prints=True),
     Result("decisions", "tutti.cli bench decisions --dir {dir} --json", 180, prints=True),
     # Of Llama-3-8B on one of 8 ranks, so that the bytes of the longest prompt fit here.

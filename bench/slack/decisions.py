@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=positive, default=100, help="requests to the simulated server"
     )
-    parser.add_argument("--rounds", type=positive, default=12, help="rounds of the pool")
+    parser.add_argument("--rounds", type=positive, default=6, help="rounds of the pool")
     parser.add_argument("--repeats", type=positive, default=3, help="measurements of each")
     parser.add_argument("--seed", type=int, default=1, help="seed of the requests")
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         args.dir, args.rounds, progress, lambda event, decision: recorded.append(event)
     )
     profile = slack_file.FileProfile(**on_file["profile"])
-    requests = args.rounds + slack_file.WARM_ROUNDS
+    requests = (args.rounds + slack_file.WARM_ROUNDS) * slack_file.ROUNDS_A_TURN
     cells = {"a pool on a file": _cell(partial(_again, recorded, profile), requests, args.repeats)}
     with progress("decisions", len(_SERVERS)) as bar:
         for name, server in _SERVERS.items():

@@ -21,7 +21,7 @@ _FILE_SYSTEMS = {
     "no puts": "with no puts at all",
 }
 #: What is compared, of the cost where nothing competes.
-_PARTS = {"queue": "at once / off", "policy": "auto / at once", "control": "control / off"}
+_PARTS = {"queue": "at once / off", "policy": "auto / at once"}
 
 _P99, _P99_S = "p99 no worse than a tuned fixed", "first_token_p99_s"
 HEAD = (
@@ -74,9 +74,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         notes.append(f"{_P99}: {alike} of {len(missed)} cells that miss it do so without writes")
     notes += [_wrong(result, name) for name in result.get("wrong", ())]
     if result.get("file"):
-        notes.append(_file(result["file"]))
+        notes += _file(result["file"])
     if result.get("cost"):
-        notes.append(_cost(result["cost"]))
+        notes += _cost(result["cost"])
     return notes
 
 
@@ -121,13 +121,14 @@ def _wrong(result: dict[str, Any], name: str) -> str:
     )
 
 
-def _cost(found: dict[str, Any]) -> str:
-    """What scheduling costs, and what the same pool costs against another one without it."""
-    cells = "; ".join(
-        f"{name} {_more(cell, 'auto / off')}, {_verdict(name, cell)}"
+def _cost(found: dict[str, Any]) -> list[str]:
+    """What scheduling costs, and what the same pool costs without it when opened again."""
+    where = "one file" if found.get("one file") else "a file for each store"
+    head = f"measured on {where}, one at a time, time with scheduling over time without"
+    return [
+        f"{head}: {name} {_more(cell, 'auto / off')}, {_verdict(name, cell)}"
         for name, cell in found["cells"].items()
-    )
-    return f"measured on a file, one at a time, time with scheduling over time without: {cells}"
+    ]
 
 
 def _more(cell: dict[str, Any], pair: str) -> str:
@@ -137,28 +138,37 @@ def _more(cell: dict[str, Any], pair: str) -> str:
 
 
 def _verdict(name: str, cell: dict[str, Any]) -> str:
-    """Whether the bar is reached, what queue and policy take of it, and the control."""
+    """Whether the bar is reached, also by the queue and the policy alone, and the control."""
     is_short = name.startswith("short")
-    value, noise = (
-        cell[f"{which} - off, us" if is_short else f"{which} / off"]
-        for which in ("auto", "control")
-    )
-    bar = SHORT_BAR_US if is_short else LONG_BAR
+    bar, unit = (SHORT_BAR_US, " us") if is_short else (LONG_BAR, "")
+
+    def value(pair: str) -> dict[str, float]:
+        found: dict[str, float] = cell[f"{pair.replace('/', '-')}, us" if is_short else pair]
+        return found
+
+    control = value("control / off")
+    noise = max(control["high"], -control["low"] if is_short else 1 / control["low"])
     parts = ", ".join(
-        f"{part} {_more(cell, pair)}" for part, pair in _PARTS.items() if pair in cell
+        f"{part} {_more(cell, pair)} {_state(value(pair), bar, noise)}"
+        for part, pair in _PARTS.items()
+        if pair in cell
     )
-    unit = " us" if is_short else ""
-    return f"bar {bar:g}{unit} {_state(value, bar, noise['high'])} ({parts})"
+    beyond = "within the bar" if noise <= bar else "**beyond the bar**"
+    return (
+        f"bar {bar:g}{unit} {_state(value('auto / off'), bar, noise)} ({parts};"
+        f" control {_more(cell, 'control / off')}, {beyond})"
+    )
 
 
 def _state(value: dict[str, float], bar: float, noise: float = -math.inf) -> str:
-    """By the interval: nothing is known where that holds the bar, or lies within the noise."""
-    if value["high"] <= bar:
+    """By the interval: nothing is known where that holds the bar, or the noise hides it."""
+    if value["high"] <= bar and noise <= bar:
         return "reached"
     return "**not reached**" if value["low"] > max(bar, noise) else "**not resolved**"
 
 
-def _file(found: dict[str, Any]) -> str:
+def _file(found: dict[str, Any]) -> list[str]:
+    """What layers waited, what part of it could be had back, and by which profiles."""
     later = found.get("stored / none", {})  # results of before have none
     waited = ", ".join(
         _beside(name, f"{1e3 * bubble_s:.1f} ms", found.get(f"{name} / none"), WAIT_BAR)
@@ -168,12 +178,56 @@ def _file(found: dict[str, Any]) -> str:
         _beside(name, f"{mean_s:.3f} s", later.get(name), STORED_BAR)
         for name, mean_s in found["mean_stored_s"].items()
     )
-    return (
+    notes = [
         f"measured on a file, {found['rounds']} rounds of each in turns (parts are medians over"
         f" rounds): layers waited {waited} a round; a load takes"
         f" {found['profile']['interference']:.2f} times as long during a put there; a put is stored"
         f" in the mean after {stored}"
+    ]
+    if "waits_s" in found:  # results of before have none
+        notes += [_floor(found), _profiles(found)]
+    return notes
+
+
+def _floor(found: dict[str, Any]) -> str:
+    """Whether the goal of the waiting can be reached at all, and the part of the gap closed."""
+    floor, waits_s = found["no puts / none"], found["waits_s"]
+    pairs = zip(waits_s["no puts"], waits_s["none"], strict=True)
+    above = sum(least > WAIT_BAR * none for least, none in pairs)
+    can = {"reached": "can be reached", "**not reached**": "cannot be reached"}
+    state = can.get(_state(floor, WAIT_BAR), "can be reached or not is **not resolved**")
+    gap = found["none - no puts, s"]
+    closed = "; ".join(
+        f"{interval_text(part)} of it is closed {_FILE_SYSTEMS[name]}"
+        for name, part in found["closed"].items()
     )
+    return (
+        f"no scheduler waits less than without puts, {interval_text(floor)} of `none`, and more"
+        f" than {WAIT_BAR:g} of it in {above} of {found['rounds']} rounds: the goal {state};"
+        f" puts cost {interval_text({k: 1e3 * s for k, s in gap.items()}, 1)} ms a round"
+        f"{'' if gap['low'] > 0 else ' (**not resolved**)'}: {closed}"
+    )
+
+
+def _profiles(found: dict[str, Any]) -> str:
+    """What each scheduler was told, what it has learned since, and how much it wrote meanwhile."""
+    told = {"slack": found["profile"], "as opened": found["as opened"]["found"]}
+    texts = []
+    for name, says in told.items():
+        by, read, write = (
+            found["counters"][name],
+            *(says[f"{way}_bytes_per_s"] for way in ("read", "write")),
+        )
+        layer_ms, both = 1e3 * says["layer_s"], says["interference"]
+        texts.append(
+            f"{_FILE_SYSTEMS[name]} {read / 1e9:.2f} GB/s read (in the end"
+            f" {read / by['read_factor'] / 1e9:.2f}), {write / 1e9:.2f} written"
+            f" ({write / by['write_factor'] / 1e9:.2f}), interference {both:.2f}"
+            f" ({both * by['both_factor']:.2f}), a layer {layer_ms:.2f} ms"
+            f" ({layer_ms * by['layer_factor']:.2f}), {by['slack_ns'] / 1e6:.0f} ms of writes"
+            " during loads"
+        )
+    return f"profiles, and what was learned: {'; '.join(texts)}"
 
 
 def _beside(name: str, text: str, part: dict[str, float] | None, bar: float) -> str:
