@@ -310,8 +310,8 @@ def _launch(
 ) -> None:
     """Starts every peer once, and measures it.
 
-    earlier: how many others get their memory before `hicache-tutti`: pages differ in speed, and who
-    starts first could always have the same kind.
+    earlier: how many of the others allocate their memory before `hicache-tutti` does.  Physical
+    pages differ in speed, and a system that is always the first could always get the same ones.
     """
     rounds = args.rounds
 
@@ -431,32 +431,34 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
     """A line for each peer and direction."""
     rows = []
     for name, facts in cell["peers"].items():
+        exists = facts.get("exists")
+        looked_up = f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else ""
         for phase in PHASES:
-            found = facts[phase]
-            exists = facts.get("exists") if phase == "load" else None
-            pages = _pages_of_launches(facts) if phase == "load" else []
-            rows.append(
-                [
-                    name,
-                    phase,
-                    f"{found['median_gb_per_s']:.2f}",
-                    f"{found['median_cpu_s_per_gb']:.3f}",
-                    f"{found['p99_batch_ms']:.0f}",
-                    f"{found['extra_memory_nbytes'] / MiB:.0f}",
-                    interval_text(found.get("base_over_this_speed"), 2),
-                    " ".join(f"{r:.2f}" for r in found.get("base_over_this_speed_of_launches", ())),
-                    interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
-                    f"{exists['pages']} pages {exists['median_ms']:.2f} ms" if exists else "",
-                    " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in pages),
-                ]
-            )
+            last = [looked_up if phase == "load" else "", _large_pages(name, facts)]
+            rows.append([name, phase, *_figures(facts[phase]), *last])
     return rows
 
 
-def _pages_of_launches(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Results before there was a list have the last launch's alone."""
+def _figures(found: dict[str, Any]) -> list[str]:
+    return [
+        f"{found['median_gb_per_s']:.2f}",
+        f"{found['median_cpu_s_per_gb']:.3f}",
+        f"{found['p99_batch_ms']:.0f}",
+        f"{found['extra_memory_nbytes'] / MiB:.0f}",
+        interval_text(found.get("base_over_this_speed"), 2),
+        " ".join(f"{r:.2f}" for r in found.get("base_over_this_speed_of_launches", ())),
+        interval_text(found.get("base_minus_this_cpu_s_per_gb"), 2),
+    ]
+
+
+def _large_pages(name: str, facts: dict[str, Any]) -> str:
+    """Of the memory of both directions; fio's cannot be read back."""
+    if name in FIO:
+        return "hugetlbfs" if FIO[name].hugepages else "not read: fio's own process"
     pages = facts.get("host_pages") or []
-    return [pages] if isinstance(pages, dict) else pages
+    # Results before there was a list have the last launch's alone.
+    launches = [pages] if isinstance(pages, dict) else pages
+    return " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in launches)
 
 
 def notes_of(cell: dict[str, Any]) -> list[str]:

@@ -101,6 +101,9 @@ def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.M
     shapes = {(job.block_nbytes, job.iodepth, job.hugepages) for job in jobs}
     assert shapes == {(MiB, 32, "/huge"), (cell["page_nbytes"], 4, "/huge")}
     assert [len(cell["peers"][name]["host_pages"]) for name in ("store", "file-per-page")] == [2, 2]
+    pages = {(row[0], row[1]): row[-1] for row in peers.rows_of(cell)}
+    assert pages["fio-hugepages", "load"] == "hugetlbfs"
+    assert pages["store", "store"] == pages["store", "load"] != ""
     (note,) = peers.notes_of(cell)
     assert "0.00 of the faster fio on hugepages" in note and "faster than" not in note
     assert note in peers.report(result)

@@ -304,6 +304,23 @@ def test_a_drive_whose_cache_has_ended_gets_no_more_than_it_can_take() -> None:
     assert correction.slowed == 1.0
 
 
+@pytest.mark.parametrize(("patience_us", "first"), [(1e6, "small"), (1e3, "large")])
+def test_on_a_slowed_drive_the_put_that_makes_room_soonest_goes_first(
+    patience_us: float, first: str
+) -> None:
+    """Unless the oldest has waited for long: one more of the large ones would not fit now."""
+    one = drive(locked_pages=20, staged_pages=0, write_patience_us=patience_us)
+    one.state.estimates.write = Correction(best=1.0, slowed=3.0, learns=False)
+    one.at(LoadKnown(0, "a", 20, 100 * MB, 512, 9000))
+    one.at(StepBegan(0, Phase.PREFILL, 20, 512, 9000, ("a",)))
+    one.at(WriteKnown(MS, "large", pages=12, page_nbytes=MB))
+    one.at(WriteKnown(MS, "small", pages=2, page_nbytes=MB))
+    one.run()
+    written = [issue.name for _, decision in one.decisions for issue in decision.writes]
+    assert written[0] == first, written
+    assert one.state.totals.written_pages == 14
+
+
 def test_beyond_the_bound_the_newest_is_copied_out_then_dropped() -> None:
     one = drive(locked_pages=10, staged_pages=6)
     busy(one)

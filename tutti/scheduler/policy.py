@@ -18,7 +18,7 @@ from tutti.scheduler.loads_and_writes import Load, Phase, Write
 from tutti.scheduler.read_order import ReadOrder, background, fill
 from tutti.scheduler.room import overflow, pressure_of
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
-from tutti.scheduler.write_order import first_write, writes_for
+from tutti.scheduler.write_order import fewest_left_first, first_write, writes_for
 
 #: So many loads are looked at for slack, those that are due first.
 _DUES_MAX = 8
@@ -97,7 +97,8 @@ class SlackPolicy:
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go together with reads.
     * Pressure: writes get device time without slack where an expected put would not fit; see
-      `room.py`.
+      `room.py`.  On a drive that slowed down under them, those with the fewest pages left go first,
+      until the oldest waited for ``write_patience_us``: each makes room only once it is whole.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
@@ -194,7 +195,7 @@ class SlackPolicy:
         budget_ns = self._burst_ns
         if slack_ns is not None and cost > 0:
             budget_ns = min(budget_ns, int(slack_ns / cost) - left_ns)
-        writes = self._burst(state, budget_ns, gone)
+        writes = self._burst(state, budget_ns, gone, state.unwritten)
         return Decision(() if turns else self._reads(state), writes)
 
     def _without_slack(
@@ -215,7 +216,10 @@ class SlackPolicy:
             return self._until(state, chance_ns, turns, needed_ns)
         if turns and state.reading.flying:
             return NOTHING  # as with slack
-        writes = self._burst(state, budget_ns, gone)
+        unwritten, too_old_ns = state.unwritten, oldest.arrived_ns + self._write_patience_ns
+        if pressure > 0 and state.estimates.write.slowed > 1 and now_ns < too_old_ns:
+            unwritten = fewest_left_first(unwritten)
+        writes = self._burst(state, budget_ns, gone, unwritten)
         reads = () if turns else self._reads(state)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
@@ -249,7 +253,9 @@ class SlackPolicy:
             return max(unit_ns, burst_ns), share
         return max(unit_ns, self._idle_burst_ns), least
 
-    def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
+    def _burst(
+        self, state: State, budget_ns: int, gone: tuple[str, ...], unwritten: dict[str, Write]
+    ) -> tuple[Issue, ...]:
         """Writes that take so long, one unit at least; none while the device has enough of them.
 
         A device that stalls is not given more and more.
@@ -259,7 +265,7 @@ class SlackPolicy:
         flying_ns = state.writing.flying_ns * estimates.write.factor
         if left_ns > self._burst_ns // 2 or flying_ns > self._burst_ns:
             return ()
-        return writes_for(state.unwritten, budget_ns / estimates.write.factor, gone)
+        return writes_for(unwritten, budget_ns / estimates.write.factor, gone)
 
     def _slack_ns(self, state: State, needed_ns: float) -> int | None:
         """How long the device may do something else before a layer is late; None: no limit.

@@ -14,10 +14,16 @@ def first_write(unwritten: dict[str, Write], gone: tuple[str, ...]) -> Write | N
     return next((write for write in unwritten.values() if write.name not in gone), None)
 
 
+def fewest_left_first(unwritten: dict[str, Write]) -> dict[str, Write]:
+    """The order in which the writes free the most memory soonest."""
+    left = sorted(unwritten.values(), key=lambda write: write.pages - write.issued)
+    return {write.name: write for write in left}
+
+
 def writes_for(
     unwritten: dict[str, Write], budget_ns: float, gone: tuple[str, ...]
 ) -> tuple[Issue, ...]:
-    """Writes that the profile expects to take so long, one unit at least, the oldest first."""
+    """Writes that the profile expects to take so long, one unit at least, in the given order."""
     issues: list[Issue] = []
     for write in unwritten.values():
         if write.name in gone:
