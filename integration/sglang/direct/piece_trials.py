@@ -76,15 +76,16 @@ class PieceTrials:
                 return 0, 0.0
             nbytes, seconds = nbytes + first[0].nbytes, seconds + first[1]
             is_whole, way = is_whole and first[0].is_whole, Overlap.CROSS
-        if is_whole and not flight.chooser.is_decided:
+        was_decided = flight.chooser.is_decided
+        if is_whole:
             flight.chooser.observe(way, nbytes, seconds)
-            if flight.chooser.is_decided:
-                _log.info(
-                    "Tutti: %s reads %d pieces ahead at once; trials: %s",
-                    flight.stored_pool.name,
-                    flight.most,
-                    flight.chooser.stats(),
-                )
+        if flight.chooser.is_decided != was_decided:
+            _log.info(
+                "Tutti: %s reads %d pieces ahead at once; trials: %s",
+                flight.stored_pool.name,
+                flight.most,
+                flight.chooser.stats(),
+            )
         flight.stored_pool.metrics.level("ahead_pieces", flight.most)
         return nbytes, seconds
 
