@@ -3,8 +3,8 @@
 Right after a load of the store the same places are read again through another engine over the same
 files.  So the store's loads are measured as without this, and what they leave in caches is to the
 advantage of the engine alone.  A third of the loads is compared by digests as the store does it, a
-third is not, and of the last third 64 objects are read by one job.  The differences tell what
-digests cost, and what it costs to submit, sleep and wake up once for each load.
+third is not, and of the last third 64 objects are read by one job, without digests.  The
+differences tell what digests cost, and what it costs to submit, sleep and wake up for each load.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tutti.memory.host_memory import HostMemory
 from tutti.store import ObjectStore
 
 _MANY = 64
-VERIFIED, UNVERIFIED, MANY = "engine alone", "no digests", f"no digests, {_MANY} objects a job"
-KINDS = (VERIFIED, UNVERIFIED, MANY)
+KINDS = ("engine alone", "engine, no digests", f"engine, {_MANY} a job")
+VERIFIED, UNVERIFIED, MANY = KINDS
 _WAIT_S = 120.0
 
 

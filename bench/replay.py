@@ -167,8 +167,7 @@ def speed_rows(result: dict[str, Any]) -> list[list[Any]]:
             rows.append([capacity, how, *texts, *last])
             for kind, meter in run.get("engine", {}).items() if what == "load" else ():
                 texts = [f"{meter[name]:.3g}" for name in names[:-1]]
-                how = kind if kind == VERIFIED else f"{VERIFIED}, {kind}"
-                rows.append([capacity, how, *texts, "", "", ""])
+                rows.append([capacity, kind, *texts, "", "", ""])
     return rows
 
 
@@ -199,7 +198,7 @@ def bounds_of(run: dict[str, Any]) -> str:
         f" {engine:.2f}, which {left} of the goal of {GOAL} to the rest of the store; that takes"
         f" {load['cpu_s_per_gb'] - engine:.2f}. Parts of the engine's: digests"
         f" {engine - reads:.2f}; the call, sleeps and wake-ups of each load, which jobs of many"
-        f" objects share, {reads - many:.2f}; the reads {many:.2f}{fio}"
+        f" objects share, {reads - many:.2f}; the reads, many by one job, {many:.2f}{fio}"
     )
 
 
