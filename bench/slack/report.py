@@ -147,22 +147,31 @@ def _verdict(name: str, cell: dict[str, Any]) -> str:
         return found
 
     control = value("control / off")
-    noise = max(control["high"], -control["low"] if is_short else 1 / control["low"])
+    none, least = (0.0, -bar) if is_short else (1.0, 1 / bar)
+    differs = not control["low"] <= none <= control["high"]
+    biased = differs and not least <= control["low"] <= control["high"] <= bar
+
+    def state(pair: str) -> str:
+        return _state(value(pair), bar, control["high"], biased=biased)
+
     parts = ", ".join(
-        f"{part} {_more(cell, pair)} {_state(value(pair), bar, noise)}"
-        for part, pair in _PARTS.items()
-        if pair in cell
+        f"{part} {_more(cell, pair)} {state(pair)}" for part, pair in _PARTS.items() if pair in cell
     )
-    beyond = "within the bar" if noise <= bar else "**beyond the bar**"
+    beyond = "**differs beyond the bar**" if biased else "no difference beyond the bar"
     return (
-        f"bar {bar:g}{unit} {_state(value('auto / off'), bar, noise)} ({parts};"
+        f"bar {bar:g}{unit} {state('auto / off')} ({parts};"
         f" control {_more(cell, 'control / off')}, {beyond})"
     )
 
 
-def _state(value: dict[str, float], bar: float, noise: float = -math.inf) -> str:
-    """By the interval: nothing is known where that holds the bar, or the noise hides it."""
-    if value["high"] <= bar and noise <= bar:
+def _state(
+    value: dict[str, float], bar: float, noise: float = -math.inf, *, biased: bool = False
+) -> str:
+    """By the interval: nothing is known where that holds the bar, or lies within the noise.
+
+    biased: no difference was measured as one that may be larger than the bar.
+    """
+    if value["high"] <= bar and not biased:
         return "reached"
     return "**not reached**" if value["low"] > max(bar, noise) else "**not resolved**"
 
@@ -194,8 +203,8 @@ def _floor(found: dict[str, Any]) -> str:
     floor, waits_s = found["no puts / none"], found["waits_s"]
     pairs = zip(waits_s["no puts"], waits_s["none"], strict=True)
     above = sum(least > WAIT_BAR * none for least, none in pairs)
-    can = {"reached": "can be reached", "**not reached**": "cannot be reached"}
-    state = can.get(_state(floor, WAIT_BAR), "can be reached or not is **not resolved**")
+    can = {"reached": "this does not exclude the goal", "**not reached**": "this excludes the goal"}
+    state = can.get(_state(floor, WAIT_BAR), "whether this excludes the goal is **not resolved**")
     gap = found["none - no puts, s"]
     closed = "; ".join(
         f"{interval_text(part)} of it is closed {_FILE_SYSTEMS[name]}"
@@ -203,7 +212,7 @@ def _floor(found: dict[str, Any]) -> str:
     )
     return (
         f"no scheduler waits less than without puts, {interval_text(floor)} of `none`, and more"
-        f" than {WAIT_BAR:g} of it in {above} of {found['rounds']} rounds: the goal {state};"
+        f" than {WAIT_BAR:g} of it in {above} of {found['rounds']} rounds: {state};"
         f" puts cost {interval_text({k: 1e3 * s for k, s in gap.items()}, 1)} ms a round"
         f"{'' if gap['low'] > 0 else ' (**not resolved**)'}: {closed}"
     )

@@ -152,9 +152,9 @@ def test_a_goal_is_judged_by_the_interval(low: float, high: float, said: str) ->
 @pytest.mark.parametrize(
     ("least_s", "said"),
     [
-        (0.004, "0.200 [0.200, 0.200] of `none`, and more than 0.5 of it in 0 of 3 rounds: the goal"
-         " can be reached; puts cost 16.0 [16.0, 16.0] ms a round: 0.625 [0.625, 0.625] of it"),
-        (0.012, "3 of 3 rounds: the goal cannot be reached; puts cost 8.0 [8.0, 8.0] ms a round"),
+        (0.004, "0.200 [0.200, 0.200] of `none`, and more than 0.5 of it in 0 of 3 rounds: this"
+         " does not exclude the goal; puts cost 16.0 [16.0, 16.0] ms a round: 0.625 ["),
+        (0.012, "in 3 of 3 rounds: this excludes the goal; puts cost 8.0 [8.0, 8.0] ms a round"),
         (0.024, "puts cost -4.0 [-4.0, -4.0] ms a round (**not resolved**)"),
     ],
 )  # fmt: skip
@@ -178,7 +178,9 @@ def test_the_rounds_without_puts_tell_what_can_be_reached(least_s: float, said: 
         ((-20.0, 80.0), (-30.0, 30.0), "bar 50 us **not resolved**"),
         ((60.0, 80.0), (-30.0, 30.0), "bar 50 us **not reached**"),
         ((60.0, 80.0), (-30.0, 70.0), "bar 50 us **not resolved**"),
-        ((-20.0, 40.0), (-70.0, 30.0), "bar 50 us **not resolved**"),
+        ((-20.0, 40.0), (-70.0, 30.0), "bar 50 us reached"),
+        ((-20.0, 40.0), (-70.0, -30.0), "bar 50 us **not resolved**"),
+        ((-20.0, 40.0), (10.0, 30.0), "bar 50 us reached"),
     ],
 )
 def test_a_cost_is_judged_by_its_interval_and_a_control(
