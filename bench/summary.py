@@ -9,7 +9,8 @@ Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, 
 `figures/NAME`; they are written too: those beside the page, and the README above it.  A number in
 their text is written between `<!-- value: NAME PATH -->` and `<!-- end -->`, where PATH names the
 keys of the result from the outermost on, with / between them; of a list, what the entry contains,
-with a comma and a space between several.
+with a comma and a space between several.  Between `<!-- model: many drives -->` and `<!-- end -->`
+stand the tables of `many_drives`, which are computed from several results.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tutti.bench import (
     bandwidth,
     eviction,
     freshness,
+    many_drives,
     paths,
     replay,
     second_tier,
@@ -61,6 +63,7 @@ STATE = " (**stale**)"
 NOT_MEASURED = "Not measured yet: `make bench` does."
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: ([\w/-]+) ([^>]+?) -->).*?(<!-- end -->)")
+_MODEL = re.compile(r"(<!-- model: many drives -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
 
@@ -106,6 +109,10 @@ def render(text: str, results: Path) -> str:
         except (KeyError, StopIteration) as error:
             raise ConfigError(f"{match[2]}.json has no {match[3]}; correct the page") from error
 
+    def model(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{many_drives.tables(lambda name: read(name)[0])}\n\n{match[2]}"
+
+    text = _MODEL.sub(model, text)
     return _VALUE.sub(value, _STATE.sub(state, _BLOCK.sub(table, text)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti.bench.many_drives import tables
 from tutti.bench.summary import render
 from tutti.errors import ConfigError
 
@@ -26,3 +27,30 @@ def test_numbers_in_the_text_come_from_results(tmp_path: Path) -> None:
     for path in ("rows/b/us", "rows/a, drive/us"):
         with pytest.raises(ConfigError, match=f"agent.json has no {path}"):
             render(page.format(path), tmp_path)
+
+
+def test_the_model_of_many_drives_comes_from_results(tmp_path: Path) -> None:
+    def cells(**costs: float) -> dict[str, object]:
+        named = {name: {"a": {"median_cpu_s_per_gb": cost}} for name, cost in costs.items()}
+        return {"cells": named}
+
+    def reads(shape: str, huge: float, ordinary: float) -> dict[str, object]:
+        pages = {"huge": huge, "ordinary": ordinary}
+        return cells(**{f"retrieve {shape}, {name} pages": cost for name, cost in pages.items()})
+
+    results = {
+        "threads": {"cpu_ns_per_command": 100.0},
+        "digest": cells(**{"1 GiB": 0.08}),
+        "bandwidth-fio": reads("32x256KiB", 0.02, 0.1),
+        "cpu-fio": reads("1x256KiB", 0.02, 0.2),
+    }
+    text = tables(results.__getitem__)
+    assert "| engine, 0.100 us per command | 0.001 cores | 0.022 cores |" in text
+    assert "| digests, 0.080 CPU-s/GB | 1.16 cores, by workers |" in text
+    assert "| 14.5 GB/s | 9.8 GB/s: one thread does the work of 1.47 cores |" in text
+    assert "| service threads (cores in use) | 4 (1.2) | 8 (2.3) |" in text
+    assert "reaches 10.0 or 5.0 GB/s" in text
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    page = "<!-- model: many drives -->\nold\n<!-- end -->\n"
+    assert render(page, tmp_path) == page.replace("old\n", f"\n{text}\n\n")
