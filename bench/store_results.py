@@ -94,7 +94,7 @@ STEPS = (
     Result("residency", "tutti.cli bench residency --dir {dir} --working-set 1GiB --rounds 4"
          " --out {out}/residency.json", 600),
     Result("residency-moving", "tutti.cli bench residency --dir {dir} --working-set 512MiB --moving"
-         " --seconds 5 --rounds 3 --out {out}/residency-moving.json", 900),
+         " --seconds 5 --rounds 4 --out {out}/residency-moving.json", 1300),
     # Objects of many slices are in bandwidth-fio, with their CPU time.
     _compare("cpu-fio", 240, "--seconds 1 --only 1x256KiB"),
     _compare("index-latency", 120),

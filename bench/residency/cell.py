@@ -57,7 +57,7 @@ class Cell:
     def plan(self, share: float, budget_nbytes: int | None = None) -> int:
         """Chooses paths; returns the bytes that are meant to stay in the page cache."""
         geometry, residency = self.store.geometry, self.store.residency
-        if self.configuration == "direct only":
+        if self.configuration in ("direct only", moving.AGAIN):
             return 0
         if self.configuration in ("dual path", "static", "dynamic"):
             return residency.replan(share=share, budget_nbytes=budget_nbytes).planned_nbytes

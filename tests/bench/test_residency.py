@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tutti.base.memory_pressure import MemoryFacts
@@ -19,6 +20,7 @@ from tutti.bench.residency import run as residency
 from tutti.bench.residency.cell import CONFIGURATIONS, measure
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
+from tutti.bench.statistics import Interval
 from tutti.cli import main
 from tutti.errors import ConfigError, PoolExists, TuttiError, Unsupported
 from tutti.gio_uring.file_creation import allocate_file
@@ -114,7 +116,8 @@ def test_a_moving_limit_by_the_command(tmp_path: Path, capsys: pytest.CaptureFix
     assert [*rows] == list(moving.CONFIGURATIONS)
     assert all(row["gb_per_s"] > 0 for row in rows.values())
     assert rows["static"]["switches"] == rows["direct only"]["switches"] == 0
-    assert ("NOT REACHED" in printed) is not rows["dynamic"]["reached"]
+    assert f"switches bounded: {rows['dynamic']['verdict']}" in printed
+    assert "swing, direct again over direct only: " in printed
     stayed = not rows["dynamic"]["switches"]
     assert ("without a switch: the plan of the opening stayed" in printed) is stayed
 
@@ -143,20 +146,21 @@ def moved(speed: Callable[[float], float]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("dynamic", "switches", "reached"),
+    ("dynamic", "switches", "verdict"),
     [
-        (lambda s: 3.0 if s < 4 else 2.0, 4, True),
-        (lambda s: 0.5 if 1 < s < 1.04 else 3.0, 4, True),  # too short to count
-        (lambda s: 1.0 if 5 < s < 6.5 else 3.0, 4, False),
-        (lambda s: 3.0, 1000, False),
+        (lambda s: 3.0 if s < 4 else 2.0, 4, "reached"),
+        (lambda s: 0.5 if 1 < s < 1.04 else 3.0, 4, "reached"),  # too short to count
+        (lambda s: 1.0 if 5 < s < 6.5 else 3.0, 4, "NOT REACHED"),
+        (lambda s: 3.0, 1000, "NOT REACHED"),
     ],
 )
 def test_a_moving_limit_is_judged_by_the_better_path_of_each_moment(
-    dynamic: Callable[[float], float], switches: int, reached: bool
+    dynamic: Callable[[float], float], switches: int, verdict: str
 ) -> None:
     speeds = {
         "page cache only": lambda s: 3.0 if s < 4 else 1.0,
         "direct only": lambda s: 2.0,
+        "direct again": lambda s: 2.0,
         "static": lambda s: 2.0,
         "dynamic": dynamic,
     }
@@ -171,9 +175,42 @@ def test_a_moving_limit_is_judged_by_the_better_path_of_each_moment(
         for name, speed in speeds.items()
     ]
     rows = {row["configuration"]: row for row in moving.judge(cells, 8)}
-    assert rows["dynamic"]["reached"] is reached
-    assert rows["static"]["least_ratio"] == pytest.approx(2 / 3)
-    assert not rows["direct only"]["reached"] and not rows["page cache only"]["reached"]
+    assert rows["dynamic"]["verdict"] == verdict
+    assert rows["static"]["least_ratio"]["median"] == pytest.approx(2 / 3)
+    assert rows["direct again"]["least_ratio"]["low"] == pytest.approx(1)
+    assert {rows[name]["verdict"] for name in moving.PURE} == {"NOT REACHED"}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "null_low", "verdict"),
+    [
+        (0.96, 1.0, 0.9, "reached"),
+        (0.90, 1.0, 0.96, "not resolved"),
+        (0.80, 0.92, 0.90, "not resolved"),  # chance does as much to a path beside itself
+        (0.80, 0.89, 0.90, "NOT REACHED"),
+        (0.80, 0.96, 0.97, "not resolved"),
+    ],
+)
+def test_a_verdict_needs_an_interval(
+    low: float, high: float, null_low: float, verdict: str
+) -> None:
+    least = Interval((low + high) / 2, low, high)
+    assert moving.verdict(least, Interval(1, null_low, 1)) == verdict
+
+
+def test_rounds_that_differ_make_the_interval() -> None:
+    others = [np.array([[2.0, 2.0], [2.0, 4.0], [2.0, 2.0]])]
+    least = moving._least(np.array([[2.0, 2.0], [2.0, 1.0], [2.0, 3.0]]), others)
+    assert least.median == 1 and least.low == 0.25 and 1 <= least.high <= 1.5
+
+
+def test_a_result_of_before_the_intervals_is_shown() -> None:
+    row = {"course": "ramp", "configuration": "dynamic", "gb_per_s": 2.0, "least_ratio": 0.9}
+    more = {"switches": 1, "switches_max": 2, "reached": False}
+    facts = {"working_set_nbytes": MiB, "rounds": 3, "seconds": 5, "limit": "one"}
+    result = {**facts, "rows": [{**row, **more}]}
+    assert moving.rows_of(result) == [["ramp", "dynamic", "2.00", "0.90", "1", "2"]]
+    assert moving.notes_of(result)[-1].endswith("NOT REACHED")
 
 
 def test_no_configuration_is_always_last() -> None:
