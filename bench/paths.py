@@ -16,7 +16,7 @@ import ctypes
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -206,10 +206,11 @@ def report(result: dict[str, Any]) -> str:
 def measure(place: str, cell: Cell, commands: int, *, seed: int) -> Measured:
     """One run of one cell.  Raises DeviceTimeout when commands do not end."""
     block_nbytes, depth = cell.block_nbytes, cell.depth
-    with _controller(place, cell.path) as controller:
+    with _controller(place, cell.path) as controller, ExitStack() as undo:
         buffer = HostBuffer(depth * block_nbytes)
-        region = controller.register(buffer)
+        undo.callback(controller.register(buffer).close)
         queue_pair = controller.create_queue_pair(_QUEUE_DEPTH)
+        undo.callback(queue_pair.close)
         latencies, seconds = np.zeros(commands, np.uint64), ctypes.c_double()
         load = PathLoadStruct(
             commands=commands,
@@ -221,16 +222,14 @@ def measure(place: str, cell: Cell, commands: int, *, seed: int) -> Measured:
             opcode=_OPCODES[cell.direction],
         )
         controller.expect_rings(True)  # the submitter wakes no thread that sleeps
+        undo.callback(controller.expect_rings, False)
         cpu_s = time.process_time() - time.thread_time()
         result = _native.lib().gio_path_bench(
             controller.handle, queue_pair.struct_address, ctypes.byref(load), ctypes.byref(seconds)
         )
         cpu_s = time.process_time() - time.thread_time() - cpu_s
-        controller.expect_rings(False)
         if result < 0:
             controller.reset(_RESET_S)
-        queue_pair.close()
-        region.close()
         _native.check(result, "commands did not end well", "check the drive", DeviceTimeout)
     means = {
         "gb_per_s": commands * block_nbytes / seconds.value / 1e9,
@@ -263,10 +262,11 @@ def descriptors() -> list[dict[str, int]]:
 def _commands(fragment: int, use_sgl: bool) -> int:
     """How many commands the engine makes of 64 MiB in scattered fragments of one run."""
     slices = 64 * MiB // fragment
-    with MemoryController([64 * MiB], mode="zero_copy") as controller:
+    with MemoryController([64 * MiB], mode="zero_copy") as controller, ExitStack() as undo:
         buffer = HostBuffer(64 * MiB)
-        region = controller.register(buffer)
+        undo.callback(controller.register(buffer).close)
         engine = Engine(controller, use_sgl=use_sgl)
+        undo.callback(engine.close)
         memory = flat_memory(buffer.address, fragment, slices, buffer)
         pages = np.random.default_rng(1).permutation(slices).astype(np.uint32)
         before = int(engine.stats().commands)
@@ -274,10 +274,7 @@ def _commands(fragment: int, use_sgl: bool) -> int:
         job = engine.submit(OPCODE_READ, extents, pages, memory, timeout_s=_RESET_S)
         if not job.wait_released(_RESET_S):
             raise DeviceTimeout("the controller in memory does not answer; repeat the benchmark")
-        count = int(engine.stats().commands) - before
-        engine.close()
-        region.close()
-    return count
+        return int(engine.stats().commands) - before
 
 
 def _row(cell: Cell, runs: list[Measured]) -> dict[str, Any]:

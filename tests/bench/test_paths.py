@@ -92,6 +92,25 @@ def test_what_is_written_is_random_places_of_the_file(tmp_path: Path) -> None:
     assert 32 < len(changed) <= 64
 
 
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), RuntimeError("the cause")])
+def test_an_interrupted_measurement_shows_its_cause(
+    cause: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "medium"
+    path.write_bytes(bytes(MiB))
+    cell = paths.Cell("", "uring", "read", 4096, 4)
+
+    def fail() -> float:
+        raise cause
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paths.time, "thread_time", fail)
+        with pytest.raises(type(cause)) as caught:
+            paths.measure(str(path), cell, 64, seed=1)
+    assert caught.value is cause
+    assert paths.measure(str(path), cell, 64, seed=1).means["gb_per_s"] > 0, "the file is released"
+
+
 def test_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with loop_devices(tmp_path) as loop:
         device = loop()
