@@ -132,7 +132,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
     ),
     "threads": (*_ENGINE, "bench/threads.py"),
-    "window": (*_ENGINE, "bench/window.py", *_PLACES),
+    "window": (*_TRANSFERS, *_PLACES, "bench/window.py", "bench/shape.py"),
 }
 
 

@@ -78,7 +78,7 @@ STEPS = (
     _compare("cpu-verify", 300, "--size 2GiB --seconds 0.7"),
     Result("replay", "tutti.cli replay --trace {trace} --shape 4x16KiB --capacity 1GiB 3GiB 9GiB"
          " --floor --dir {dirs} --json", 720, prints=True),
-    Result("window", "tutti.cli bench window --dir {dirs} --json", 240, prints=True),
+    Result("window", "tutti.cli bench window --dir {dirs} --json", 400, prints=True),
     Result("short", "tutti.cli bench short --dir {dirs} --json", 120, prints=True),
     Result("threads", "tutti.cli bench threads --json", 300, prints=True),
     Result("slack-file", "tutti.cli bench slack --json --workloads --dir {dir} --rounds 40", 400,

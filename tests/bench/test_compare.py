@@ -39,7 +39,7 @@ SHOWS = {
     "figures",
 }
 #: Some of their bench's files import the store; these results come from the others.
-OPEN_NO_STORE = {"slack", "window"}
+OPEN_NO_STORE = {"slack"}
 STORES = {"tutti", "tutti.store", "tutti.store.open"}
 #: Packages whose code decides what a result shows, even where no store is opened.
 CHOOSES = {"placement", "transfers", "scheduler", "cluster", "node", "profiles"}
@@ -334,7 +334,7 @@ def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> N
     git("commit", "-qm", "one")
     machine = {"commit": git("rev-parse", "HEAD")}
     code.write_text("2")
-    for name, stale in (("submit", True), ("window", False)):
+    for name, stale in (("submit", True), ("threads", False)):
         why = why_stale(name, {"benchmark": name, "machine": machine}, tmp_path)
         assert why == (CHANGED if stale else "")
 

@@ -6,10 +6,10 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tutti import cli
+from tutti.base.units import MiB
 from tutti.bench import window
 
 
@@ -49,23 +49,48 @@ def test_known_groups() -> None:
 def test_the_command_says_what_is_possible(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--layers", "4", "--slice", "4KiB", "--pages", "1", "--rounds", "2", "--warm", "0.1"]
-    where = ["bench", "window", "--dir", str(tmp_path), *words, "--compute", "0.25", "4"]
-    assert cli.main([*where, "--json"]) == 0
+    words = ["--layers", "4", "--slice", "4KiB", "--pages", "1", "3", "--rounds", "2"]
+    where = ["bench", "window", "--dir", str(tmp_path), *words, "--warm", "0.1", "--compute"]
+    assert cli.main([*where, "0.25", "4", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [loop["factor"] for loop in result["loops"]] == [0.25, 4.0]
-    assert all(loop["possible"] > 0 for loop in result["loops"])
-    assert all(loop["stamped"]["median"] > 0 for loop in result["loops"])
-    [note] = [line for line in window.notes_of(result) if line.startswith("1 pages")]
-    assert "computations of 0.25, 4 times a layer's I/O" in note and note in window.report(result)
-    assert "; by the engine's stamps of the same loads: " in note
+    assert not any(tmp_path.iterdir())
+    assert result["verify"] == "always"
+    assert [row["window"] for row in result["rows"]] == ["found", "fixed", "fixed again"] * 2
+    assert result["windows"]["fixed again"]["window_nbytes"] == 32 * MiB
+    assert [loop["factor"] for loop in result["loops"]] == [0.25, 4.0] * 2
+    assert all(min(loop["possible"].values()) > 0 for loop in result["loops"])
+    text = window.report(result)
+    assert "1 pages, computations of 0.25, 4 times a layer's I/O: " in text
+    assert "; after an idle time as long as a computation: " in text
+    assert window._reach({"possible": {"in_a_row": 1.06, "idle": 1.1}}) == "proven out of reach"
+    assert window._reach({"possible": {"in_a_row": 1.04, "idle": 1.1}}).startswith("not proven")
+    for row in result["rows"]:
+        assert 0 < row["called_ms"] < row["first_ms"]["high"] <= row["whole_ms"]["high"]
 
 
-def test_computations_follow_each_other_and_their_layers() -> None:
-    ready = np.array([10, 11, 40, 41], np.uint64)
-    assert window.end_ns(ready, 0) == 41
-    assert window.end_ns(ready, 5) == 50  # the third layer is waited for
-    assert window.end_ns(ready, 20) == 90  # only the first is
+def test_results_from_before_the_second_fixed_window_are_shown() -> None:
+    interval = {"median": 1.0, "low": 0.99, "high": 1.01}
+    row = {"pages": 1, "first_ms": interval, "whole_ms": interval, "rate_over_fixed": interval}
+    row |= {"bound_ms": 1.0, "gb_per_s": 1.0}
+    loop = {"pages": 1, "factor": 1.0, "over_bound": interval, "possible": 0.9}
+    result = {
+        "rows": [row | {"window": name} for name in ("found", "fixed")],
+        "loops": [loop],
+        "windows": {"found": {"window_nbytes": MiB}},
+        "single_command_ms": 0.5,
+    }
+    assert "(bar 1.05): 1 reached; at most 1.00" in window.report(result)
+    assert "noise" not in window.report(result)
+
+
+def test_a_bar_is_reached_by_the_whole_interval() -> None:
+    ratio = {"median": 1.0, "low": 0.9, "high": 1.1}
+    for bar, words in ((1.1, "reached"), (1.0, "not resolved"), (0.8, "**not reached**")):
+        assert window._verdict(ratio, bar) == words
+    for bar, words in ((0.9, "reached"), (1.0, "not resolved"), (1.2, "**not reached**")):
+        assert window._verdict(ratio, bar, is_least=True) == words
+    shown = window._against([ratio, window._over(ratio, 2)], 1.0)
+    assert shown == "1.00 [0.90, 1.10] not resolved, 0.50 [0.45, 0.55] reached"
 
 
 def test_the_strict_bound_has_the_bytes_of_a_slice_once() -> None:
@@ -76,5 +101,3 @@ def test_the_strict_bound_has_the_bytes_of_a_slice_once() -> None:
     # A command alone is as fast as the drive: only bytes count.
     result = {"single_command_ms": 0.05}
     assert window._strict_ms({"pages": 4, "bound_ms": 0.45}, result) == pytest.approx(0.4)
-    assert window._against([1.2, 1.6], 1.5) == "1.20, 1.60, **not reached**"
-    assert window._against([1.2, 1.5], 1.5) == "1.20, 1.50, reached"

@@ -31,9 +31,10 @@ _RING = """\
 Measures commands per second of the rings alone, with a memory controller that moves no data. This
 is the upper bound of the protocol on this machine."""
 _WINDOW = """\
-Compares two engines that load pages from the same files in turns. One adapts its window (the bytes
-in flight) while it runs; the other always has 32 commands in flight. Reports when the first layer
-arrives, the bandwidth of the whole load, and how long a computation waits for its layers."""
+Compares pools that load and verify the same pages in turns. One adapts its window (the bytes in
+flight) while it runs; two always have 32 commands in flight, and so show the noise. Reports when
+the first layer arrives, the bandwidth of the whole load, and how long a computation waits for its
+layers."""
 _SHORT = """\
 Measures transfers of a few pages. In a pool in memory: the CPU time of a put, and of a look-up with
 a load, until the call returns. On a file or a block device: how long one page of 8 MiB takes until
