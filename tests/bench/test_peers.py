@@ -27,7 +27,7 @@ from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
-from tutti.bench.peers.same_memory import LOAD, RAW, WAYS, ways_of
+from tutti.bench.peers.same_memory import LOAD, RAW, UNVERIFIED, WAYS, ways_of
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
@@ -97,10 +97,15 @@ def test_every_way_to_read_the_same_memory_is_timed_in_turn(
     process = PeerProcess(peer, plan_in(tmp_path))
     try:
         process.answer("store", [0])
-        answer = process.answer("ways", [0, 1])
-        assert list(answer) == [*RAW, LOAD]
+        answer = process.answer("ways", [0, 2])
+        assert list(answer) == [*RAW, LOAD, UNVERIFIED]
         assert all(sample["nbytes"] == BATCH_PAGES * 128 * KiB for sample in answer.values())
-        reads = ways_of(peer.kept(0), lambda: None)
+        core = peer.kept(0).store._core
+        policies: list[str] = []
+        reads = ways_of(peer.kept(0), lambda: policies.append(core.config.verify))
+        for way in (LOAD, UNVERIFIED, LOAD):
+            reads[way]()
+        assert policies == ["always", "off", "always"]
         monkeypatch.setattr(same_memory, "preadv", lambda *_: 0)
         with pytest.raises(MediumError, match="ended before its last byte"):
             reads[RAW[0]]()
@@ -115,16 +120,18 @@ def test_what_reads_of_the_same_memory_show_is_said() -> None:
         interval = {"median": median, "low": median, "high": median}
         return {"base_over_this_speed": interval, "base_minus_this_cpu_s_per_gb": interval}
 
-    ways = {LOAD: {}, RAW[0]: over(1.1), RAW[1]: over(0.98)}
-    (loads,) = same_memory.notes_of(ways, 0.98)
+    ways = {LOAD: {}, UNVERIFIED: over(0.97), RAW[0]: over(1.1), RAW[1]: over(0.98)}
+    loads, verified = same_memory.notes_of(ways, 0.98)
     assert loads.startswith("loads have 0.98 [0.98, 0.98] of the speed of the faster raw reads")
     assert "no load can be 1.05 times as fast" in loads
     assert "1.05 times the best other backend would be 1.05 of them" in loads
     assert loads.endswith("the engine alone has 1.12 of the four threads")
-    ways |= {RAW[0]: over(0.96)}
-    (loads,) = same_memory.notes_of(ways, None)
+    assert "bar 0.97: reached" in verified
+    ways |= {UNVERIFIED: over(0.96), RAW[0]: over(0.96)}
+    loads, verified = same_memory.notes_of(ways, None)
     assert "lost in Tutti's digests, look-up and queue" in loads
     assert "lost in Tutti's engine" in same_memory.notes_of(ways | {RAW[0]: over(0.9)}, None)[0]
+    assert "bar 0.97: **not reached**" in verified
 
 
 @pytest.mark.parametrize("how", ["collapse", "thp"])
@@ -167,7 +174,7 @@ def test_fio_is_one_more_reader_and_raw_reads_are_the_bound(
         assert len(facts.get("base_over_this_speed_of_launches", "12")) == 2
         assert f"same memory: {name}" in peers.report(result)
     notes = peers.notes_of(cell)
-    assert len(notes) == 1 and all(note in peers.report(result) for note in notes)
+    assert len(notes) == 2 and all(note in peers.report(result) for note in notes)
     pages = {(row[0], row[1]): row[-1] for row in peers.rows_of(cell)}
     assert pages["fio-hugepages", "load"] == "hugetlbfs"
     assert pages["store", "store"] == pages["store", "load"] != ""
