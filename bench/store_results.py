@@ -68,9 +68,9 @@ _SAME_PAGES = (
 #: The most cited first.  The limits are about twice what a step takes on two processors and a disk
 #: of 3 GB/s; all steps together take some 80 minutes there.
 STEPS = (
-    Result("peers", "tutti.cli bench peers --dir {dirs} --json", 1800, prints=True, sglang=True),
+    Result("peers", "tutti.cli bench peers --dir {dirs} --json", 2000, prints=True, sglang=True),
     Result("peers-same-pages", f"{_SAME_PAGES} --host-pages thp", 1500, prints=True, sglang=True),
-    Result("peers-collapse", f"{_SAME_PAGES} --host-pages collapse", 1500, prints=True,
+    Result("peers-collapse", f"{_SAME_PAGES} --host-pages collapse", 1700, prints=True,
          sglang=True),
     _compare("bandwidth-fio", 480, "--seconds 1"),
     _compare("files", 600, "--size 2GiB --seconds 1 --only direct"),

@@ -40,8 +40,6 @@ FIO = {
     "fio-hugepages": _Kind(MiB, IODEPTH, hugepages=True),
     "fio-hugepages-4-pages": _Kind(None, 4, hugepages=True),
 }
-#: What the drive gives to peers on large pages.
-BOUNDS = tuple(name for name, kind in FIO.items() if kind.hugepages)
 
 
 def missing(name: str, plan: PeerPlan, *, allow_sysctl: bool) -> str:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from tutti.bench.peers.peer import BATCH_PAGES, HEAD_DIM, HEADS, LAYERS, Peer, PeerPlan
+from tutti.bench.peers.same_memory import Kept
 from tutti.errors import ChecksumMismatch, MediumError
 from tutti.gio_uring.memory import address_of
 from tutti.integration.sglang.host.host_pools import COLLAPSING
@@ -109,6 +110,11 @@ class HiCachePeer(Peer):
         """SGLang's look-up of many pages in one call."""
         hashes = [page_hash for batch in batches for page_hash in _hashes(batch)]
         return int(self._controller.storage_backend.batch_exists(hashes))
+
+    def kept(self, batch: int) -> Kept:
+        """Of TuttiHiCacheStorage's KV pool."""
+        (behind,) = self._controller.storage_backend._stores.values()
+        return Kept(behind.store, behind._pool, behind.keys(_hashes(batch)))
 
     def _places_of_marks(self) -> list[tuple[int, int]]:
         """Addresses of the first and the last bytes of every page."""

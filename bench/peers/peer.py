@@ -6,6 +6,9 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 
+from tutti.bench.peers.same_memory import Kept
+from tutti.errors import Unsupported
+
 # Llama-3-8B: 32 layers, 8 heads of KV, 128 wide, 2 bytes (its config.json on huggingface.co).
 LAYERS, HEADS, HEAD_DIM, DTYPE_NBYTES = 32, 8, 128, 2
 
@@ -96,3 +99,7 @@ class Peer(ABC):
     @abstractmethod
     def exists(self, batches: list[int]) -> int:
         """Looks all pages of these batches up in one call: how many are stored, from the first."""
+
+    def kept(self, batch: int) -> Kept:
+        """Where a store of Tutti's keeps a batch.  Raises Unsupported for other peers."""
+        raise Unsupported(f"{type(self).__name__} has no store of Tutti's; ask another peer")

@@ -11,6 +11,7 @@ import numpy as np
 
 import tutti
 from tutti.bench.peers.peer import BATCH_PAGES, LAYERS, Peer, PeerPlan
+from tutti.bench.peers.same_memory import Kept
 from tutti.bench.shape import KvPageShape
 from tutti.bench.stamps import Stamps, numbered_keys
 from tutti.errors import ChecksumMismatch, MediumError
@@ -92,6 +93,9 @@ class StorePeer(PlainPeer):
     def exists(self, batches: list[int]) -> int:
         """One look-up."""
         return int(self._opened.match(np.concatenate([_keys(batch) for batch in batches])))
+
+    def kept(self, batch: int) -> Kept:
+        return Kept(self._opened, self._memory, _keys(batch))
 
     @property
     def _opened(self) -> ObjectStore:

@@ -3,7 +3,7 @@
     python -m tutti.bench.peers.process PLAN NAME
 
 A process for each, so that CPU time and memory are its own. It takes one command a line (`store 3`,
-`load 3`, `exists 0 1 2`, `pages`, `quit`) and answers with one line of JSON.
+`load 3`, `ways 3 0`, `exists 0 1 2`, `pages`, `quit`) and answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tutti.bench.peers.hicache import COLLAPSE_S, HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
+from tutti.bench.peers.same_memory import WAYS, ways_of
 from tutti.errors import ConfigError, MediumError, TuttiError
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang.host.host_pools import advise_hugepages
@@ -105,12 +107,16 @@ class PeerProcess:
             return self._store(*batches)
         if command == "load":
             return self._load(*batches)
+        if command == "ways":
+            return self._ways(*batches)
         if command == "exists":
             return self._exists(batches)
         if command == "pages":
             _, nbytes = memory = self._peer.memory()
             return {"nbytes": nbytes, "hugepage_nbytes": hugepage_nbytes([memory])}
-        raise ConfigError(f"{command} is not a command; give store, load, exists, pages or quit")
+        raise ConfigError(
+            f"{command} is not a command; give store, load, ways, exists, pages or quit"
+        )
 
     def _store(self, batch: int) -> dict[str, Any]:
         self._peer.prepare_store(batch)
@@ -119,14 +125,20 @@ class PeerProcess:
         os.sync()
         return self._measured(cpu_s, wall_s)
 
-    def _load(self, batch: int) -> dict[str, Any]:
+    def _load(self, batch: int, *, read: Callable[[], None] | None = None) -> dict[str, Any]:
         self._peer.prepare_load(batch)
         self._forget_cached()
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        self._peer.load(batch)
+        (read or partial(self._peer.load, batch))()
         measured = self._measured(cpu_s, wall_s)
         self._peer.check(batch)
         return measured
+
+    def _ways(self, batch: int, turn: int) -> dict[str, Any]:
+        """Every way to read a batch in turn, first the one with this number, and around."""
+        ways = ways_of(self._peer.kept(batch), partial(self._peer.load, batch))
+        names = (WAYS[(turn + i) % len(WAYS)] for i in range(len(WAYS)))
+        return {name: self._load(batch, read=ways[name]) for name in names}
 
     def _exists(self, batches: list[int]) -> dict[str, Any]:
         wall_s = time.perf_counter()

@@ -23,10 +23,10 @@ from tutti.base.terminal import Advance, ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioUnavailable
-from tutti.bench.peers import fio_peers
+from tutti.bench.peers import fio_peers, same_memory
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
-from tutti.bench.peers.fio_peers import BOUNDS, FIO, FioPeer
+from tutti.bench.peers.fio_peers import FIO, FioPeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
@@ -40,7 +40,7 @@ PHASES = ("store", "load")
 _BASE = "hicache-tutti"
 _TIMEOUT_S = 300.0
 _PREFIX = "tutti-peers-"
-_LOAD_BAR = 1.05  # times the best peer's loads
+_TURNS = 2  # that every way to read the same memory has, for each other peer of a launch
 _EXISTS_PAGES = 1024
 
 
@@ -218,13 +218,15 @@ _FIRSTS = 3
 @dataclass
 class _Measured:
     """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
-    of each launch, the kind of pages at its end; failed: why later ones are missing.
+    of each launch, the kind of pages at its end; ways: of `hicache-tutti`, see same_memory.py;
+    failed: why later ones are missing.
     """
 
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     base: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
     exists: list[dict[str, Any]] = field(default_factory=list)
     pages: list[dict[str, Any]] = field(default_factory=list)
+    ways: list[dict[str, Sample]] = field(default_factory=list)
     failed: str = ""
 
 
@@ -253,6 +255,13 @@ class _Worker:
         stored = Sample(**self._asker.ask("store", batch))
         loaded = Sample(**self._asker.ask("load", max(0, batch - self._batches + 1)))
         return {"store": stored, "load": loaded}
+
+    def read_in_turns(self, found: _Measured) -> None:
+        """Reads the batch that was loaded last in every way, into the same memory."""
+        batch = max(0, self._next - self._batches)
+        for turn in range(len(found.ways), len(found.ways) + _TURNS):
+            answer = self._asker.ask("ways", batch, turn)
+            found.ways.append({name: Sample(**of) for name, of in answer.items()})
 
     def look_up(self, times: int, found: _Measured) -> None:
         """Asks for a long prompt, made up of the stored batches over and over; and the pages."""
@@ -292,7 +301,8 @@ def _measure(
                 placed = replace(plan, directory=first, others=tuple(more))
                 _launch(args, placed, ordered, number % _FIRSTS, found, bar)
     skipped |= {name: f"{tokens} tokens: {of.failed}" for name, of in found.items() if of.failed}
-    return _cell({n: of for n, of in found.items() if not of.failed}, plan, args.rounds)
+    turns = _TURNS * len(others)
+    return _cell({n: of for n, of in found.items() if not of.failed}, plan, args.rounds, turns)
 
 
 def _warming(plan: PeerPlan) -> int:
@@ -332,6 +342,8 @@ def _launch(
         if base is not None and not others:
             _rounds(rounds, [base], found)
         for name in others:
+            if base is not None:
+                base.read_in_turns(found[_BASE])
             if found[name].failed:
                 continue
             try:
@@ -359,7 +371,8 @@ def _rounds(count: int, workers: list[_Worker], found: dict[str, _Measured]) -> 
                     found[name].base[phase].append(seen[_BASE][phase])
 
 
-def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int) -> dict[str, Any]:
+def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int, turns: int) -> dict[str, Any]:
+    """rounds, turns: of a launch."""
     peers: dict[str, Any] = {}
     for name, of in found.items():
         peers[name] = {
@@ -375,7 +388,16 @@ def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int) -> dict[str,
             }
             peers[name]["host_pages"] = of.pages
     return {"page_nbytes": plan.page_nbytes, "stored_nbytes": plan.batches * plan.batch_nbytes} | {
-        "peers": peers
+        "peers": peers,
+        "same_memory": _ways(found[_BASE].ways, turns) if _BASE in found else {},
+    }
+
+
+def _ways(turns: list[dict[str, Sample]], of_a_launch: int) -> dict[str, Any]:
+    samples = {name: [turn[name] for turn in turns] for name in same_memory.WAYS if turns}
+    return {
+        name: _phase(of, samples[same_memory.LOAD] if name != same_memory.LOAD else [], of_a_launch)
+        for name, of in samples.items()
     }
 
 
@@ -428,7 +450,7 @@ HEAD = [
 
 
 def rows_of(cell: dict[str, Any]) -> list[list[str]]:
-    """A line for each peer and direction."""
+    """A line for each peer and direction, and for each way to read `hicache-tutti`'s memory."""
     rows = []
     for name, facts in cell["peers"].items():
         exists = facts.get("exists")
@@ -436,6 +458,9 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
         for phase in PHASES:
             last = [looked_up if phase == "load" else "", _large_pages(name, facts)]
             rows.append([name, phase, *_figures(facts[phase]), *last])
+    for name, found in cell.get("same_memory", {}).items():
+        last = ["", _large_pages(_BASE, cell["peers"][_BASE])]
+        rows.append([f"same memory: {name}", "load", *_figures(found), *last])
     return rows
 
 
@@ -462,20 +487,13 @@ def _large_pages(name: str, facts: dict[str, Any]) -> str:
 
 
 def notes_of(cell: dict[str, Any]) -> list[str]:
-    """How loads compare with fio's, which are no limit: the host of a virtual disk caches."""
-    over = {
-        name: facts["load"]["base_over_this_speed"]["median"]
-        for name, facts in cell["peers"].items()
-        if "base_over_this_speed" in facts["load"]
-    }
-    bounds = [over[name] for name in BOUNDS if name in over]
-    peers = [over[name] for name in over if name not in FIO and not name.startswith(_BASE)]
-    if not bounds or not peers:
+    """What reads of the same memory show; older results have none."""
+    ways = cell.get("same_memory")
+    if not ways:
         return []
-    fio, best = min(bounds), min(peers)
-    needed = _LOAD_BAR * fio / best
-    return [
-        f"loads of {_BASE}: {fio:.2f} of the faster fio on hugepages in the same rounds, the best"
-        f" other backend's {fio / best:.2f}; {_LOAD_BAR} times the best would be {needed:.2f} of"
-        f" that fio{', faster than fio read' if needed > 1 else ''}"
+    over = [
+        facts["load"]["base_over_this_speed"]["median"]
+        for name, facts in cell["peers"].items()
+        if name not in FIO and not name.startswith(_BASE)
     ]
+    return same_memory.notes_of(ways, min(over, default=None))

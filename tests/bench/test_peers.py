@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tutti.base.terminal import progress
-from tutti.base.units import MiB
+from tutti.base.units import KiB, MiB
 from tutti.bench.fio import FioJob, FioResult, FioUnavailable
-from tutti.bench.peers import fio_peers
+from tutti.bench.peers import fio_peers, same_memory
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers import run as peers
@@ -27,6 +27,7 @@ from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
+from tutti.bench.peers.same_memory import LOAD, RAW, UNVERIFIED, WAYS, ways_of
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
@@ -70,6 +71,69 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
         peer.close()
 
 
+@pytest.mark.parametrize("way", RAW)
+def test_raw_reads_bring_the_bytes_of_a_load(tmp_path: Path, way: str) -> None:
+    peer = StorePeer(replace(plan_in(tmp_path), others=(str(tmp_path / "other"),)))
+    (tmp_path / "other").mkdir()
+    peer.open()
+    try:
+        for batch in range(BATCHES):
+            peer.store(batch)
+        reads = ways_of(peer.kept(0), lambda: None)
+        peer.prepare_load(0)
+        reads[LOAD]()
+        with pytest.raises(ChecksumMismatch):
+            peer.check(0)
+        reads[way]()
+        peer.check(0)
+    finally:
+        peer.close()
+
+
+def test_every_way_to_read_the_same_memory_is_timed_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = StorePeer(plan_in(tmp_path))
+    process = PeerProcess(peer, plan_in(tmp_path))
+    try:
+        process.answer("store", [0])
+        answer = process.answer("ways", [0, 2])
+        assert list(answer) == [*RAW, LOAD, UNVERIFIED]
+        assert all(sample["nbytes"] == BATCH_PAGES * 128 * KiB for sample in answer.values())
+        core = peer.kept(0).store._core
+        policies: list[str] = []
+        reads = ways_of(peer.kept(0), lambda: policies.append(core.config.verify))
+        for way in (LOAD, UNVERIFIED, LOAD):
+            reads[way]()
+        assert policies == ["always", "off", "always"]
+        monkeypatch.setattr(same_memory, "preadv", lambda *_: 0)
+        with pytest.raises(MediumError, match="ended before its last byte"):
+            reads[RAW[0]]()
+    finally:
+        peer.close()
+    with pytest.raises(Unsupported, match="FilesPeer has no store"):
+        FilesPeer(plan_in(tmp_path)).kept(0)
+
+
+def test_what_reads_of_the_same_memory_show_is_said() -> None:
+    def over(median: float) -> dict[str, Any]:
+        interval = {"median": median, "low": median, "high": median}
+        return {"base_over_this_speed": interval, "base_minus_this_cpu_s_per_gb": interval}
+
+    ways = {LOAD: {}, UNVERIFIED: over(0.97), RAW[0]: over(1.1), RAW[1]: over(0.98)}
+    loads, verified = same_memory.notes_of(ways, 0.98)
+    assert loads.startswith("loads have 0.98 [0.98, 0.98] of the speed of the faster raw reads")
+    assert "no load can be 1.05 times as fast" in loads
+    assert "1.05 times the best other backend would be 1.05 of them" in loads
+    assert loads.endswith("the engine alone has 1.12 of the four threads")
+    assert "bar 0.97: reached" in verified
+    ways |= {UNVERIFIED: over(0.96), RAW[0]: over(0.96)}
+    loads, verified = same_memory.notes_of(ways, None)
+    assert "lost in Tutti's digests, look-up and queue" in loads
+    assert "lost in Tutti's engine" in same_memory.notes_of(ways | {RAW[0]: over(0.9)}, None)[0]
+    assert "bar 0.97: **not reached**" in verified
+
+
 @pytest.mark.parametrize("how", ["collapse", "thp"])
 def test_all_peers_get_the_same_large_pages(tmp_path: Path, how: str) -> None:
     words = ["--peers", "store", "file-per-page", "--host-pages", how]
@@ -83,7 +147,9 @@ def test_all_peers_get_the_same_large_pages(tmp_path: Path, how: str) -> None:
     assert f" {shares[0]:.0%}" in peers.report(result)
 
 
-def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fio_is_one_more_reader_and_raw_reads_are_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs: list[FioJob] = []
 
     def run_fio(job: FioJob) -> FioResult:
@@ -95,22 +161,26 @@ def test_fio_on_hugepages_bounds_the_loads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
     monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(fio_peers, "held_hugepages", lambda *_, **__: nullcontext("/huge"))
-    words = ["--peers", "store", "file-per-page", *fio_peers.BOUNDS, "--launches", "2"]
+    words = ["--peers", "store", "file-per-page", "fio-hugepages", "fio-hugepages-4-pages"]
+    words += ["--launches", "2"]
     result = peers.run(arguments(tmp_path, *words), progress)
     (cell,) = result["cells"].values()
     shapes = {(job.block_nbytes, job.iodepth, job.hugepages) for job in jobs}
     assert shapes == {(MiB, 32, "/huge"), (cell["page_nbytes"], 4, "/huge")}
     assert [len(cell["peers"][name]["host_pages"]) for name in ("store", "file-per-page")] == [2, 2]
+    assert set(cell["same_memory"]) == set(WAYS)
+    for name, facts in cell["same_memory"].items():
+        assert len(facts["gb_per_s"]) == 12, "two for each of three peers, in two launches"
+        assert len(facts.get("base_over_this_speed_of_launches", "12")) == 2
+        assert f"same memory: {name}" in peers.report(result)
+    notes = peers.notes_of(cell)
+    assert len(notes) == 2 and all(note in peers.report(result) for note in notes)
     pages = {(row[0], row[1]): row[-1] for row in peers.rows_of(cell)}
     assert pages["fio-hugepages", "load"] == "hugetlbfs"
     assert pages["store", "store"] == pages["store", "load"] != ""
-    (note,) = peers.notes_of(cell)
-    assert "0.00 of the faster fio on hugepages" in note and "faster than" not in note
-    assert note in peers.report(result)
-    for facts in cell["peers"].values():
-        if "base_over_this_speed" in facts["load"]:
-            facts["load"]["base_over_this_speed"]["median"] = 1.0
-    assert "would be 1.05 of that fio, faster than fio read" in peers.notes_of(cell)[0]
+    del cell["same_memory"]
+    assert not peers.notes_of(cell), "of an older result"
+    assert "same memory" not in peers.report(result)
 
 
 def test_a_fio_that_fails_between_rounds_costs_its_row_alone(

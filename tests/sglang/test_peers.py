@@ -9,6 +9,7 @@ import pytest
 
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.run import PeerClient
+from tutti.bench.peers.same_memory import WAYS
 from tutti.errors import MediumError
 
 
@@ -27,6 +28,8 @@ def test_sglangs_controller_stores_loads_and_is_checked(
         for batch in range(2):
             assert worker.ask("store", batch)["nbytes"] == plan.batch_nbytes
         assert worker.ask("load", 0)["wall_s"] > 0
+        if name == "hicache-tutti":  # what was read is compared there
+            assert set(worker.ask("ways", 1, 3)) == set(WAYS)
         assert worker.ask("exists", 0, 1)["pages"] == 2 * BATCH_PAGES
         with pytest.raises(MediumError, match="only 0 of 128 pages"):
             worker.ask("load", 5)
