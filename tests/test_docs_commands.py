@@ -36,6 +36,7 @@ NEEDS = {
     "tutti format nvme:": "a drive bound to vfio-pci; tests/qemu runs it on an emulated one",
     "tutti info nvme:": "the same",
     "tutti fsck nvme:": "the same",
+    "tutti resize /dev/": "drives; tests/crash runs it on loop devices",
     "tutti serve --remote": "a Mooncake cluster; tests/cluster starts one",
     "tutti simulate --workload mooncake": "a minute; tests/bench runs a part of it",
     "tutti simulate --workload leval-synthetic --rates 1 --profile": "a profile of a real machine",

@@ -80,7 +80,7 @@ COMMANDS = (
     ("import", "catalogue:add_import", "store the objects of an exported file"),
     ("stat", "stat:add_stat", "show the counters of an agent's pool"),
     ("serve", "serve:add_serve", "run the agent, which serves pools to other processes"),
-    ("resize", "resize:add_resize", "change the size of a pool in files"),
+    ("resize", "resize:add_resize", "change the size of a pool"),
     ("fsck", "fsck:add_fsck", "verify every object of a pool, and repair it"),
     ("probe", "probe:add_probe", "show which tiers work here and what blocks the others"),
     ("nvme list", "nvme:add_list", "list drives that can hold a pool"),

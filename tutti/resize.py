@@ -1,27 +1,46 @@
-"""Gives a pool in files another size: its objects go to new files, which then take the old names.
+"""Gives a pool another size.
 
-The old files stay as they are until the new ones are complete. An interrupted resize leaves the old
-pool or the new one, never a part of either.
+In files: its objects go to new files, which then take the old names. The old files stay as they are
+until the new ones are complete.
+
+On devices: its objects go to a pool in a file, the spool, and back when the devices are formatted
+anew. The spool gets its final name when it is complete; the devices are not changed before, and it
+stays until they are complete. Its name has the UUIDs of the old pool and, once there is one, of the
+new pool, so that a second call goes on from there, and never on other devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from tutti.base.arrays import Keys
-from tutti.base.units import MiB
-from tutti.errors import CapacityError, DeviceTimeout, KeyMissing, Unsupported
+from tutti.base.units import MiB, parse_nbytes
+from tutti.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceTimeout,
+    KeyMissing,
+    PoolError,
+    PoolExists,
+    Unsupported,
+)
 from tutti.gio_uring.drives.block_device import device_name
+from tutti.gio_uring.drives.device_content import HEAD_NBYTES
+from tutti.gio_uring.file_creation import sync_folder
 from tutti.gio_uring.file_trust import resolve
+from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.keys import as_keys
+from tutti.medium.superblock import choose_superblock
 from tutti.memory.host_memory import HostMemory
+from tutti.placement.eviction import reserve_slots
 from tutti.pool import replacement
-from tutti.pool.member_controller import are_drives
-from tutti.pool.pool_format import Paths, format, pool_members
+from tutti.pool.block_io import opened_io
+from tutti.pool.member_controller import are_drives, check_room, open_controller
+from tutti.pool.pool_format import Paths, format, make_blank, pool_members
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
 from tutti.transfers.catalogue import ObjectInfo
@@ -29,8 +48,9 @@ from tutti.transfers.put_request import PutRequest
 
 _BATCH_NBYTES = 64 * MiB
 _WAIT_S = 120.0
-#: Slots that stay free in the new pool, so that copying evicts nothing that was copied.
+#: Slots that stay free in the new pool, at least.
 _RESERVE = 16
+_SPOOL = "tutti-resize-"
 
 Progress = Callable[[int, int], None]
 
@@ -46,21 +66,33 @@ class Resized(NamedTuple):
 
 
 def resize(
-    paths: Paths, capacity: int | str, *, executor: str = "auto", progress: Progress | None = None
+    paths: Paths,
+    capacity: int | str,
+    *,
+    through: str | None = None,
+    executor: str = "auto",
+    progress: Progress | None = None,
 ) -> Resized:
-    """Gives a closed pool in files ``capacity`` bytes in all, as many members as before.
+    """Gives a closed pool ``capacity`` bytes in all, as many members as before.
 
     Pins, expiries, namespaces and the order of use go along. The file systems need room for the
-    new files while the old ones are there. progress: called with (objects done, objects).
-    Raises Unsupported for devices, CapacityError, PoolInUse, PoolReadOnly before anything is copied
-    when the new files cannot have the old ones' owner, and what opening and formatting raise.
+    new files while the old ones are there. through: for a pool on devices, a folder with room for
+    its objects. progress: called with (objects done, objects).
+    Raises Unsupported for devices without a folder, CapacityError, PoolInUse, PoolReadOnly before
+    anything is copied when the new files cannot have the old ones' owner, PoolExists when the
+    folder has the objects of a pool that was not on these devices, and what opening and formatting
+    raise.
     """
     names = pool_members(paths)
     if are_drives(names) or any(device_name(name) is not None for name in names):
-        raise Unsupported(
-            "a pool on devices cannot be resized, as no copy fits beside it; use `tutti export`,"
-            " format the devices with another --capacity, then `tutti import`"
-        )
+        if through is None:
+            raise Unsupported(
+                "a pool on devices is resized through a file, as no copy fits beside it; add"
+                " --through FOLDER, on another drive with room for its objects"
+            )
+        return _resize_devices(names, parse_nbytes(capacity), Path(through), executor, progress)
+    if through is not None:
+        raise ConfigError("files are resized without another folder; leave --through out")
     names = [resolve(name) for name in names]  # or a link would become the pool
     replacement.finish(names)
     news = replacement.beside(names)
@@ -72,7 +104,7 @@ def resize(
             format(news, old.layout, capacity, executor=executor)
             replacement.give_owners(names)
             with open_pool(news, executor=executor, profile=None) as new:
-                result = _copy(old, new, progress)
+                result = _copy(old, new, progress, _room(new.geometry, len(names)))
         except BaseException:
             for path in news:
                 Path(path).unlink(missing_ok=True)
@@ -87,12 +119,114 @@ def resize(
     return result
 
 
-def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resized:
-    """Copies what fits, the least recently used first, so that the order of use stays."""
-    keys = old.catalogue.keys_by_use()
-    room = new.stats()["capacity_objects"]
-    room -= min(room // 8, max(_RESERVE, new.geometry.group_slots))
-    wanted = keys if len(keys) <= room else _chosen(old, keys, room)
+def _resize_devices(
+    names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
+) -> Resized:
+    """Copies out, formats and copies back; or, where a spool is complete, what is left of that."""
+    spools = list(folder.glob(f"{_SPOOL}*.tutti"))
+    if len(spools) > 1:
+        files = ", ".join(map(str, spools))
+        raise ConfigError(f"{files}: objects of several pools; move those of the others away")
+    if spools:
+        spool, lost = spools[0], Resized(0, 0, 0)
+    else:
+        spool, lost = _spool(names, capacity, folder, executor, progress)
+    old, _, new = spool.stem.removeprefix(_SPOOL).partition("-")
+    found = _uuids(names, spool, {old, new} - {""})
+    if not new or found != {new}:
+        with open_pool(spool, executor=executor, profile=None) as source:
+            layout = source.layout
+            source.wait_recovered()
+            _wanted(source, _room(_planned(source, names, capacity), len(names)))
+        if found == {old}:
+            with open_pool(names, executor=executor, profile=None) as store:
+                store.clear(deallocate=True)
+        make_blank(names)
+        format(names, layout, capacity, executor=executor)
+        (new,) = _uuids(names, spool, set())
+        spool = _rename(spool, f"{_SPOOL}{old}-{new}.tutti")
+    with (
+        open_pool(spool, executor=executor, profile=None) as source,
+        open_pool(names, source.layout, capacity, executor=executor, profile=None) as target,
+    ):
+        for store in (source, target):
+            store.wait_recovered()
+        done = _copy(source, target, progress, _room(target.geometry, len(names)))
+    spool.unlink()
+    sync_folder(str(spool))
+    return Resized(done.kept, lost.damaged + done.damaged, lost.dropped + done.dropped)
+
+
+def _spool(
+    names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
+) -> tuple[Path, Resized]:
+    """A complete file with the objects that fit into a pool of ``capacity`` bytes."""
+    with open_pool(names, executor=executor, profile=None) as old:
+        old.wait_recovered()
+        new = _planned(old, names, capacity)
+        check_room(old.controller, names, new)
+        room, group_slots = _room(new, len(names)), old.geometry.group_slots
+        objects = len(_wanted(old, room))
+        groups = (objects + objects // 32 + max(_RESERVE, group_slots)) // group_slots + 2
+        size = Geometry(new.layers, new.segments, BLOCK_NBYTES, group_slots, groups).member_nbytes
+        part = folder / f"{_SPOOL}{old.members.uuid.hex()}.part"
+        part.unlink(missing_ok=True)  # of an attempt that was interrupted
+        try:
+            format(part, old.layout, size, executor=executor)
+            with open_pool(part, executor=executor, profile=None) as spool:
+                result = _copy(old, spool, progress, room)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    return _rename(part, f"{part.stem}.tutti"), result
+
+
+def _rename(path: Path, name: str) -> Path:
+    renamed = path.rename(path.with_name(name))
+    sync_folder(str(renamed))
+    return renamed
+
+
+def _uuids(names: Sequence[str], spool: Path, known: set[str]) -> set[str]:
+    """The pools whose superblocks are on these devices; "" for a device that starts with zeros.
+
+    Raises PoolExists for what is neither of a known pool nor empty: zeros, or a pool that was never
+    opened, as an interrupted format leaves it.
+    """
+    found = set()
+    with open_controller(names) as controller, opened_io(controller) as (_, io):
+        for nsid, name in enumerate(names, 1):
+            head = io.read(nsid, 0, HEAD_NBYTES)
+            copies = head[:BLOCK_NBYTES], head[BLOCK_NBYTES : 2 * BLOCK_NBYTES]
+            try:
+                one = choose_superblock(*copies, name)[0]
+                uuid, is_empty = one.pool_uuid.hex(), one.generation == 1
+            except PoolError:
+                uuid, is_empty = "", not any(head)
+            if uuid not in known and not is_empty:
+                raise PoolExists(
+                    f"{name} holds other data than the pool whose objects are in {spool}; give the"
+                    " devices of that pool or another folder, or erase it if it is one of them"
+                )
+            found.add(uuid)
+    return found
+
+
+def _planned(old: ObjectStore, names: Sequence[str], capacity: int) -> Geometry:
+    count, lba_nbytes = len(names), old.geometry.lba_nbytes
+    return Geometry.plan(old.layout, capacity // count, lba_nbytes=lba_nbytes, members=count)
+
+
+def _room(new: Geometry, members: int) -> int:
+    """Objects that a new pool takes so that none of them is evicted."""
+    slots = new.slots * members
+    return slots - min(slots // 8, max(_RESERVE, new.group_slots, reserve_slots(slots)))
+
+
+def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None, room: int) -> Resized:
+    """Copies ``room`` objects, the least recently used first, so that the order of use stays."""
+    wanted = _wanted(old, room)
+    dropped = len(old.catalogue.keys_by_use()) - len(wanted)
     pages = max(1, min(len(wanted), _BATCH_NBYTES // old.layout.object_nbytes))
     memory = HostMemory.allocate(old.layout, pages)
     for store in (old, new):
@@ -103,11 +237,14 @@ def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None) -> Resi
         kept += _copy_batch(old, new, memory, infos)
         if progress is not None:
             progress(min(start + pages, len(wanted)), len(wanted))
-    return Resized(kept, len(wanted) - kept, len(keys) - len(wanted))
+    return Resized(kept, len(wanted) - kept, dropped)
 
 
-def _chosen(old: ObjectStore, keys: Keys, room: int) -> Keys:
-    """So many of the keys, in their order: those that are pinned, and the last of the others."""
+def _wanted(old: ObjectStore, room: int) -> Keys:
+    """At most so many keys, by their use: those that are pinned, and the last of the others."""
+    keys = old.catalogue.keys_by_use()
+    if len(keys) <= room:
+        return keys
     pins = {info.key for info in old.catalogue.objects(keys) if info.pinned}
     if len(pins) > room:
         raise CapacityError(
@@ -149,7 +286,8 @@ def _copy_batch(
         if expires_s is not None:
             expiry = PutRequest.checked([], [], memory.memory, None, 0, max(1, expires_s))
             request = request._replace(expiry_64s=expiry.expiry_64s)
-        stored += new.put_request(request).wait(_WAIT_S).stored
+        done = new.put_request(request).wait(_WAIT_S)
+        stored += done.stored + done.present  # these by a call that was interrupted
     pinned = [info.key for info in infos if info.pinned]
     if pinned:
         new.catalogue.pin(as_keys(pinned))

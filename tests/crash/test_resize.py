@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,15 +18,34 @@ import tutti
 from store.pools import LAYOUT
 from tutti import cli, resize
 from tutti.base.units import MiB
-from tutti.errors import CapacityError, PoolError, PoolInUse, PoolReadOnly, Unsupported
+from tutti.errors import (
+    CapacityError,
+    ConfigError,
+    PoolError,
+    PoolExists,
+    PoolInUse,
+    PoolReadOnly,
+    Unsupported,
+)
 from tutti.gio_uring.file_member import FileMember
-from tutti.pool import replacement
+from tutti.pool import pool_format, replacement
+from tutti.pool.members import Members
 from tutti.store import ObjectStore
+from tutti.transfers.core import Core
 from tutti.transfers.store_config import StoreConfig
 
 SMALL, LARGE = 24 * MiB, 48 * MiB
 KEYS = [bytes([1 + i]) * 16 for i in range(40)]
-BEHIND = 16 * MiB  # of a device, what a small pool does not use and a large one does
+DEVICE_POINTS = 60
+OF_DEVICES = (  # steps of a resize through a folder
+    (resize, "make_blank"),
+    (resize, "_uuids"),
+    (resize, "_rename"),
+    (Members, "new_epoch"),
+    (Core, "deallocate"),
+    (pool_format, "erase"),
+    (Members, "_write_next"),
+)
 POINTS = 12  # at which a resize of two members may be killed
 
 
@@ -158,7 +176,11 @@ def test_who_waits_for_the_old_file_finds_no_pool_in_it(tmp_path: Path) -> None:
         assert store.geometry.member_nbytes > SMALL
 
 
-def killed_at(point: int, paths: Sequence[str], capacity: int) -> bool:
+def no_room(path: object) -> os.statvfs_result:
+    return os.statvfs_result((4096, 4096, 1000, 1, 1, 100, 100, 100, 0, 255))
+
+
+def killed_at(point: int, paths: Sequence[str], capacity: int, through: str | None = None) -> bool:
     """Resizes in a child that kills itself at its n-th step; whether it came so far."""
     child = os.fork()
     if child == 0:
@@ -179,12 +201,13 @@ def killed_at(point: int, paths: Sequence[str], capacity: int) -> bool:
                 (resize, "format"),
                 (resize, "open_pool"),
                 (resize, "_copy_batch"),
+                *(OF_DEVICES if through else ()),
                 (replacement, "replace"),
                 (replacement, "_rename"),
             ):
                 setattr(module, name, stepping(getattr(module, name)))
             resize._BATCH_NBYTES = 10 * LAYOUT.object_nbytes
-            resize.resize(paths, capacity)
+            resize.resize(paths, capacity, through=through)
             step(lambda: None)
         finally:
             os._exit(0)
@@ -251,8 +274,10 @@ def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         resize.resize(paths, "900TiB")
     with pytest.raises(CapacityError, match="give at least"):
         resize.resize(paths, MiB)
-    with pytest.raises(Unsupported, match="tutti export"):
+    with pytest.raises(Unsupported, match="--through"):
         resize.resize("nvme:0000:03:00.0", LARGE)
+    with pytest.raises(ConfigError, match="leave --through out"):
+        resize.resize(paths, LARGE, through=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
     with tutti.open(paths) as store:
         assert len(held(store)) == len(KEYS)
@@ -299,34 +324,97 @@ def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
 
 
 @pytest.mark.parametrize(("size", "other"), [(SMALL, LARGE), (LARGE, SMALL)])
-def test_a_pool_on_devices_changes_its_size_through_a_file(
+def test_a_pool_on_devices_changes_its_size_through_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, other: int
 ) -> None:
-    """As docs/operations.md says.  The blocks that a smaller pool does not use are deallocated."""
-    files = {name: str(tmp_path / f"of-{name}.tkv") for name in ("", "other")}
+    spools = tmp_path / "spools"
+    spools.mkdir()
     with loop_devices(tmp_path) as make:
-        devices = [make(), make()]
-        made_on(devices, size)
-        for device in devices:
-            with open(device, "r+b", buffering=0) as disk:
-                os.pwrite(disk.fileno(), bytes([1]) * 4 * MiB, BEHIND)
+        devices = made_on([make(), make()], size)
+        words = ["resize", *devices, "--capacity", str(other)]
+        assert cli.main(words) == 3
+        assert "--through FOLDER" in capsys.readouterr().err
         with tutti.open(devices) as store:
             before = store.stats()["capacity_objects"]
-        assert cli.main(["resize", *devices, "--capacity", str(other)]) == 3
-        assert "tutti export" in capsys.readouterr().err
-        pool = [devices[0], "--member", devices[1]]
-        for name, file in files.items():
-            assert cli.main(["export", *pool, "--namespace", name, "--out", file]) == 0
-        for device in devices:
-            subprocess.run(["blkdiscard", "-f", device], check=True, timeout=60)
-        tutti.format(devices, LAYOUT, other)
-        for name, file in files.items():
-            assert cli.main(["import", *pool, file, "--namespace", name]) == 0
+        assert cli.main([*words, "--through", str(spools)]) == 0
+        assert not os.listdir(spools)
         with tutti.open(devices) as store:
             assert held(store) == KEYS
             assert (store.stats()["capacity_objects"] > before) == (other > size)
-        for number in range(2):
-            with open(tmp_path / f"image{number}", "rb") as image:
-                os.fsync(image.fileno())
-                is_hole = os.lseek(image.fileno(), BEHIND, os.SEEK_HOLE) == BEHIND
-                assert is_hole or other > size
+            infos = {info.key: info for info in store.catalogue.objects(as_rows(KEYS))}
+            assert [key for key, info in infos.items() if info.pinned] == KEYS[:1]
+            assert infos[KEYS[-1]].expires_s is not None
+            assert infos[KEYS[0]].tenant != infos[KEYS[-1]].tenant
+
+
+def test_what_a_smaller_pool_on_a_device_does_not_use_is_deallocated(tmp_path: Path) -> None:
+    (tmp_path / "spools").mkdir()
+
+    def taken_nbytes() -> int:
+        with open(tmp_path / "image0", "rb") as image:
+            os.fsync(image.fileno())
+            return os.stat(image.fileno()).st_blocks * 512
+
+    with loop_devices(tmp_path) as make:
+        device = make()
+        tutti.format(device, LAYOUT, SMALL)
+        with tutti.open(device) as store:
+            keys = fill(store)
+        assert taken_nbytes() > SMALL - 4 * MiB
+        done = resize.resize(device, "9MiB", through=str(tmp_path / "spools"))
+        assert done.dropped > 0 and done.kept + done.dropped == len(keys)
+        assert taken_nbytes() < 13 * MiB
+
+
+def test_a_resize_of_devices_is_killed_in_the_middle(tmp_path: Path, seed: int) -> None:
+    """The same call goes on, and in between the pool or its copy is whole."""
+    spools = tmp_path / "spools"
+    spools.mkdir()
+    seen = set()
+    with loop_devices(tmp_path) as make:
+        devices = made_on([make(), make()], SMALL)
+        target = LARGE
+        for point in range(seed % 3, DEVICE_POINTS, 3):
+            if not killed_at(point, devices, target, str(spools)):
+                break
+            (name, *others) = os.listdir(spools) or [""]
+            assert not others
+            is_complete = name.endswith(".tutti")
+            whole = str(spools / name) if is_complete else devices
+            with when_unlocked(lambda whole=whole: tutti.open(whole)) as store:
+                assert held(store) == KEYS
+            for device in devices:
+                when_unlocked(lambda device=device: FileMember(device, lock=True)).close()
+            seen.add(name.count("-") if is_complete else name[-5:])
+            resize.resize(devices, target, through=str(spools))
+            assert not os.listdir(spools)
+            with tutti.open(devices) as store:
+                assert held(store) == KEYS
+            target = SMALL + LARGE - target
+        else:
+            pytest.fail("it was killed at every point")
+    assert seen == {"", ".part", 2, 3}, "a state that was not tried"
+
+
+def test_what_a_resize_of_devices_refuses(tmp_path: Path) -> None:
+    """Before anything is written."""
+    spools = tmp_path / "spools"
+    spools.mkdir()
+    with loop_devices(tmp_path) as make:
+        devices, foreign = made_on([make(), make()], SMALL), made_on([make(), make()], SMALL)
+        with pytest.raises(CapacityError, match="a member needs"):
+            resize.resize(devices, "1GiB", through=str(spools))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "statvfs", no_room)
+            with pytest.raises(CapacityError, match="free space"):
+                resize.resize(devices, LARGE, through=str(spools))
+        assert not os.listdir(spools)
+        with tutti.open(devices) as store:
+            assert held(store) == KEYS
+        assert killed_at(17, devices, LARGE, str(spools))
+        (name,) = os.listdir(spools)
+        assert name.endswith(".tutti")
+        with pytest.raises(PoolExists, match="holds other data"):
+            resize.resize(foreign, LARGE, through=str(spools))
+        with tutti.open(foreign) as store:
+            assert held(store) == KEYS

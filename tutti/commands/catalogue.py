@@ -38,7 +38,9 @@ example: a pool that no process has open, then a pool of an agent (`tutti serve`
 def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
     parser.epilog = _EXAMPLE.format(name=name, more=more)
     parser.add_argument(
-        "pool", metavar="POOL", help="file or device of a closed pool, or unix:SOCKET of an agent"
+        "pool",
+        metavar="POOL",
+        help="file, folder or device of a closed pool, or unix:SOCKET of an agent",
     )
     parser.add_argument(
         "--member",
@@ -46,7 +48,7 @@ def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="another file or device of the same pool; repeat it for each",
+        help="another file, folder or device of the same pool; repeat it for each",
     )
     add_pool_name(parser)
 

@@ -10,14 +10,17 @@ from tutti.commands.outcome import CommandResult
 from tutti.resize import resize
 
 _DESCRIPTION = """\
-Changes the size of a closed pool in files. Objects are verified and copied to new files, which then
-replace the old ones; until then the disk needs room for both. Pins, expiries and the order of use
-are preserved. A smaller pool keeps pinned objects and, of the others, those used most recently.
+Changes the size of a closed pool. Objects are verified and copied to new files, which then replace
+the old ones; until then the disk needs room for both. Objects of a pool on devices are copied to a
+file in the folder --through, and back when the devices are deallocated and formatted anew. Pins,
+expiries and the order of use are preserved. A smaller pool keeps pinned objects and, of the others,
+those used most recently.
 
-An interrupted resize leaves either the old pool or the new one, and it can be run again."""
+An interrupted resize loses nothing: run the same command again."""
 _EXAMPLE = """\
-example:
-  tutti resize pool.tutti --capacity 128GiB"""
+examples:
+  tutti resize pool.tutti --capacity 128GiB
+  tutti resize /dev/nvme0n1 /dev/nvme1n1 --capacity 4TiB --through /mnt/other"""
 
 
 def add_resize(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,9 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity", type=nbytes, required=True, metavar="SIZE", help="new total size of the pool"
     )
+    parser.add_argument(
+        "--through", metavar="FOLDER", help="of a pool on devices: where its objects are meanwhile"
+    )
     parser.set_defaults(run=run)
 
 
@@ -34,6 +40,6 @@ def run(args: argparse.Namespace) -> CommandResult:
     """Resizes a pool."""
     say_capacity(args.capacity)
     with Progress("objects", 0) as bar:
-        done = resize(args.paths, args.capacity, progress=bar.update)
+        done = resize(args.paths, args.capacity, through=args.through, progress=bar.update)
     text = f"{done.kept} objects were kept, {done.dropped} had no room, {done.damaged} were damaged"
     return CommandResult({"paths": args.paths, **done._asdict()}, text)
