@@ -270,33 +270,6 @@ def cpu_verify(setup: Setup) -> Cells:
     return cells
 
 
-def scheduled(setup: Setup) -> Cells:
-    """transfers of 1 and 64 pages, one at a time, scheduled as by default, against profile=None"""
-    cells: Cells = {}
-    shape = parse_shape("32x64KiB")
-    for pages, phase in itertools.product((1, 64), PHASES):
-        cell = f"{phase}, {pages} pages of {shape}"
-        if not setup.wanted(cell):
-            continue
-        plan = setup.plan(str(shape), batch_nbytes=pages * shape.object_nbytes, inflight=1)
-        with (
-            setup.pool("scheduled", replace(plan, scheduled=True)) as slack,
-            setup.pool("plain", plan) as plain,
-        ):
-            nbytes = _calibrated(setup, plain)
-            found = setup.compare(
-                pool_system("scheduled", slack, phase, nbytes),
-                pool_system("profile=None", plain, phase, nbytes),
-            )
-        nbytes = slack.batch_pages * shape.object_nbytes
-        a_us, b_us = (nbytes / found[side]["median_gb_per_s"] / 1e3 for side in "ab")
-        ratio, more_us = found["speed_ratio"]["median"], a_us - b_us
-        verdict = "reached" if ratio >= 0.97 and more_us <= 50 else "NOT REACHED"
-        bar = f"{ratio:.3f} of the speed (0.97), {more_us:.0f} us more a transfer (50): {verdict}"
-        cells[cell] = {**found, "bar": bar}
-    return cells
-
-
 def digest(setup: Setup) -> Cells:
     """XXH3 of memory that is in no cache, slices of 256 KiB, against a plain sum of the same"""
     buffer = HostBuffer(1024 * MiB)
@@ -346,7 +319,6 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
     "files": files,
     "cpu-fio": cpu_fio,
     "cpu-verify": cpu_verify,
-    "scheduled": scheduled,
     "digest": digest,
     "index": index,
     "index-latency": index_latency,

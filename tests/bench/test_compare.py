@@ -94,19 +94,6 @@ def test_no_pairs_are_refused() -> None:
         compare_pairs(system, system, pairs=0, progress=progress)
 
 
-def test_what_scheduling_costs_is_compared_with_the_bar(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1", "--only", "retrieve, 1 "]
-    out = tmp_path / "results"
-    assert compare.main(["scheduled", "--dir", str(tmp_path), "--out", str(out), *small]) == 0
-    (cell,) = json.loads((out / "scheduled.json").read_text())["cells"].values()
-    assert (cell["a"]["name"], cell["b"]["name"]) == ("scheduled", "profile=None")
-    assert cell["bar"] in capsys.readouterr().out
-    ratio, more_us = cell["speed_ratio"]["median"], float(cell["bar"].split(",")[1].split()[0])
-    assert cell["bar"].endswith(" reached") is (ratio >= 0.97 and more_us <= 50)
-
-
 def test_a_case_that_cannot_run_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

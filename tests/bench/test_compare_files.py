@@ -81,13 +81,14 @@ def test_pools_have_a_member_in_each_folder(
     folders = [tmp_path / name for name in ("left", "right", "out")]
     for folder in folders:
         folder.mkdir()
-    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1", "--only", "retrieve, 1 "]
+    small = ["--size", "128MiB", "--seconds", "0.01", "--pairs", "1"]
+    small += ["--only", "retrieve 64x128KiB"]
     places = ["--dir", *map(str, folders[:2]), "--out", str(folders[2])]
-    assert compare.main(["scheduled", *places, *small]) == 0
-    result = json.loads((folders[2] / "scheduled.json").read_text())
+    assert compare.main(["cpu-verify", *places, *small]) == 0
+    result = json.loads((folders[2] / "cpu-verify.json").read_text())
     (cell,) = result["cells"].values()
     assert cell["a"]["facts"]["members"] == result["members"] == 2
     assert "2 members; all else in the first folder" in capsys.readouterr().out
-    page = "<!-- result: scheduled -->\n<!-- end -->"
+    page = "<!-- result: cpu-verify -->\n<!-- end -->"
     assert "2 members" in render(page, folders[2])
     assert not any(any(folder.iterdir()) for folder in folders[:2])
