@@ -413,7 +413,7 @@ def _verdicts(rows: list[dict[str, Any]], controls: list[dict[str, Any]]) -> lis
             said = "reached"
         elif wall["low"] >= _DRIVES_BAR:
             said = "NOT REACHED, and the engine is to blame: a second processor gains more"
-        elif wall["high"] >= _DRIVES_BAR:
+        elif wall["high"] >= _DRIVES_BAR or cpu["low"] < _DRIVES_BAR <= cpu["high"]:
             said = "NOT REACHED; not resolved whether a second processor gains so much"
         elif cpu["low"] >= _DRIVES_BAR:
             said = "NOT REACHED: other programs or the hypervisor had the second processor"

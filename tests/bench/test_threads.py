@@ -74,6 +74,7 @@ def span(low: float, high: float) -> dict[str, float]:
         (1.8, span(1.2, 1.3), span(1.2, 1.3), "reached"),
         (1.5, span(1.8, 2.0), span(1.9, 2.0), "the engine is to blame"),
         (1.5, span(1.6, 1.8), span(1.9, 2.0), "not resolved"),
+        (1.5, span(1.3, 1.5), span(1.6, 2.0), "not resolved"),
         (1.5, span(1.3, 1.5), span(1.9, 2.0), "had the second processor"),
         (1.5, span(1.3, 1.5), span(1.4, 1.6), "the limit of this machine's second processor"),
     ],
