@@ -66,8 +66,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     return found
 
 
-def test_a_drive_by_its_address(drives: Drives, capsys: pytest.CaptureFixture[str]) -> None:
-    """Format by the command line, live, info, fsck, and another format, which is refused."""
+def test_a_drive_by_its_address(
+    drives: Drives, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Format, live, info, fsck, another size, and another format, which is refused."""
     names = names_of(drives, LEFT)
     with pytest.raises(PoolNotFound, match="not formatted"):
         tutti.open(names, LAYOUT, CAPACITY)
@@ -85,6 +87,8 @@ def test_a_drive_by_its_address(drives: Drives, capsys: pytest.CaptureFixture[st
     assert (found["state"], found["objects"]) == ("clean", len(KEYS))
     found = run(capsys, "fsck", *names)
     assert (found["sound"], found["verified"]) == (True, len(KEYS))
+    found = run(capsys, "resize", *names, "--capacity", "20MiB", "--through", str(tmp_path))
+    assert (found["kept"], list(tmp_path.iterdir())) == (len(KEYS), [])
     with tutti.open(names) as store:
         check_all(store)
     for force in (False, True, "right"):

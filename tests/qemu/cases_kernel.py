@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crash.objects import as_rows, check_books, content_of
+from crash.test_resize import KEYS, held, made_on
 from nvme_host import LBA, READ, WRITE, NvmeHost
 from parity.test_controllers import cut, gather, scatter, spread
 
@@ -20,6 +21,7 @@ from tutti.base.units import MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import REQUEST_NBYTES_MAX
+from tutti.resize import resize
 
 OK = nvme.STATUS_OK
 CAPACITY = 40 * MiB
@@ -121,7 +123,23 @@ def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) 
             if life == 1:
                 store.clear()
                 assert store.match(as_rows(keys)) == 0
+                given_nbytes = store.stats()["deallocated_nbytes"]
+                assert store.put(as_rows(keys), np.arange(16, 32)).wait(30).stored == 16
+                assert store.catalogue.delete(as_rows(keys)) == 16
+                assert store.stats()["deallocated_nbytes"] > given_nbytes > 0
     assert cli.main(["fsck", *paths]) == 0
+
+
+@pytest.mark.parametrize("place", ["generic", "partition"])
+def test_a_pool_changes_its_size(place: str, tmp_path: Path) -> None:
+    paths = places()[place]
+    for path in paths:
+        zero(path.replace("/dev/ng", "/dev/nvme"))
+    made_on(paths, 24 * MiB)
+    for capacity in (CAPACITY, 24 * MiB):
+        assert resize(paths, capacity, through=str(tmp_path)).kept == len(KEYS)
+        with tutti.open(paths) as store:
+            assert held(store) == KEYS
 
 
 @pytest.mark.parametrize("name", BENCHES)

@@ -74,6 +74,10 @@ def test_a_pool_on_a_drive(
         if life == 1:
             store.clear()
             assert store.match(as_rows(keys)) == 0
+            given_nbytes = store.stats()["deallocated_nbytes"]
+            assert store.put(as_rows(keys), np.arange(16, 32)).wait(30).stored == 16
+            assert store.catalogue.delete(as_rows(keys)) == 16
+            assert store.stats()["deallocated_nbytes"] > given_nbytes > 0
         store.close()
 
 
