@@ -3,8 +3,8 @@
 Three pools with the same pages are opened as `tutti.open` does by default, so loads are verified:
 one with the window that is found while it runs, two with a fixed window of 32 commands.  The second
 of these shows the noise.  They load in a random order, and wait for the first and the last layer.
-In the same rounds the drive is read without a store and verification, all layers of a load at once
-and the first layer before all others: what an early first layer costs in any case.
+In the same rounds the drive is read in a fourth pool, without the store and verification: all
+layers of a load at once, and the first before all others, which is what an early one costs.
 A second part consumes layer after layer with a computation between them that takes a multiple of
 the layer's I/O time.  In its rounds the drive reads one layer alone, after an idle time and right
 after another: the pause that each group of layers costs.
@@ -41,6 +41,7 @@ COMMAND_NBYTES = MiB
 FIXED_COMMANDS = 32
 FIRST_BAR, RATE_BAR, LOOP_BAR = 1.5, 0.97, 1.05
 FOUND, FIXED, AGAIN = "found", "fixed", "fixed again"
+_DRIVE = "drive"  # a pool whose drive is read without the store
 REACHED = "reached"
 _GROUP = 64
 _GROUPS = 2
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     there already, CapacityError for a full disk, MediumError when a transfer fails.
     """
     places = pool_paths(args, "window")
-    refuse(places, "three pools take turns, and a device holds one; give folders")
+    refuse(places, "four pools take turns, and a device holds one; give folders")
     slice_nbytes = parse_nbytes(args.slice)
     if slice_nbytes % _BLOCK_NBYTES or not 0 < max(args.pages) <= _GROUP or min(args.pages) < 1:
         raise ConfigError(f"use slices of whole 4 KiB blocks, and 1 to {_GROUP} pages")
@@ -168,7 +169,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     capacity_nbytes = nbytes + nbytes // 16 + 32 * MiB * len(places)  # a 64th is kept free
     with ExitStack() as stack:
         readers = {}
-        for name in (FOUND, FIXED, AGAIN):
+        for name in (FOUND, FIXED, AGAIN, _DRIVE):
             window = None if name == FOUND else FIXED_COMMANDS * COMMAND_NBYTES
             pool = temporary_pool(
                 beside(places, name.replace(" ", "-")),
@@ -191,7 +192,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                 for factor in args.compute:
                     loops.append(bench.loop(pages, factor))
                     bar.advance(1)
-        windows = {name: _window_of(reader) for name, reader in readers.items()}
+        windows = {name: _window_of(readers[name]) for name in (FOUND, FIXED, AGAIN)}
         verify = readers[FOUND].store.config.verify
     return {
         "benchmark": "window",
@@ -262,16 +263,16 @@ class _Bench:
         return self._readers[name].load(*self._place(pages), compute_ms)
 
     def _drive_ms(self, pages: int, layers: int = 1) -> float:
-        return self._readers[FIXED].drive_ms(*self._place(pages), layers)
+        return self._readers[_DRIVE].drive_ms(*self._place(pages), layers)
 
     def round(self) -> None:
         """Loads of every size and pool, and the same from the drive alone."""
         for pages in self._args.pages:
             for _ in range(_SHORT_TIMES if pages <= _SHORT_PAGES else 1):
-                for name in self._rng.permutation([*self._readers, ""]):
-                    if name:
-                        times = self._load(str(name), pages)
-                        self._loads.setdefault((pages, str(name)), []).append(times)
+                for name in map(str, self._rng.permutation(list(self._readers))):
+                    if name != _DRIVE:
+                        times = self._load(name, pages)
+                        self._loads.setdefault((pages, name), []).append(times)
                         continue
                     whole_ms = self._drive_ms(pages, self._args.layers)
                     first_ms = self._drive_ms(pages)
@@ -284,7 +285,7 @@ class _Bench:
         """A row for each pool."""
         layer_nbytes = pages * self._slice_nbytes
         rows = []
-        for name in self._readers:
+        for name in (FOUND, FIXED, AGAIN):
             loads = self._loads[pages, name]
             whole_ms = [one.whole_ms for one in loads]
             fixed_ms = [one.whole_ms for one in self._loads[pages, FIXED]]

@@ -103,7 +103,7 @@ def test_a_device_that_was_given_to_a_server(
 REFUSED = {
     "bench residency --dir {}": "page cache",
     "bench peers --dir {}": "is not a directory",
-    "bench window --dir {}": "three pools take turns",
+    "bench window --dir {}": "four pools take turns",
     "replay --floor --dir {}": "--floor",
     "bench bandwidth --dir {} {}": "twice",
 }
