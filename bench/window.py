@@ -4,8 +4,7 @@ Three pools with the same pages are opened as `tutti.open` does by default, so l
 one with the window that is found while it runs, two with a fixed window of 32 commands.  The second
 of these shows the noise.  They load in a random order, and wait for the first and the last layer.
 In the same rounds the drive is read in a fourth pool, without the store and verification: all
-layers of a load at once, and the first layer before all others, which is what an early one costs
-in any case.
+layers of a load at once, and the first before all others, which is what an early one costs.
 A second part consumes layer after layer with a computation between them that takes a multiple of
 the layer's I/O time.  In its rounds the drive reads one layer alone, after an idle time and right
 after another: the pause that each group of layers costs.
