@@ -168,7 +168,7 @@ class ServiceThread {
   bool is_slow_ = false;          // likewise: a store that begins slowly waits
   u64 next_check_ns_ = 0;
   Window windows_[2][kKinds];  // while no layer is waited for, and while one is
-  u32 kind_ = 0;               // of the last command
+  u32 kind_ = kSizes - 1;      // of the last command
   u32 kind_of_direction_[2] = {kSizes - 1, kKinds - 1};
   u64 latency_ns_[2] = {0, 0};
 
