@@ -34,7 +34,11 @@ Line = tuple[float, float, float]  # hits per slot, slots, hits
 
 
 def whole_puts(requests: Requests, capacity: int, reserve: int, window: int) -> HitCount:
-    """The most hits that any order of evictions reaches where puts are whole."""
+    """The most hits that any order of evictions reaches where puts are whole.
+
+    Exact where every request fits into a window and into the pool. Else what hits decides what can
+    be evicted for the later windows, and this counts a possible order, which may not be the best.
+    """
     total, resident = HitCount(), dict[int, tuple[int, int]]()
     farthest: list[tuple[int, int, int]] = []
 
