@@ -339,6 +339,10 @@ def test_the_result_has_every_cell() -> None:
         missed = {**result, "rows": [{**row, "policies": policies, "bars": {p99: False}}]}
         note = f"{p99}: {alike} of 1 cells that miss it do so without writes"
         assert note in slack_report.notes_of(missed)
+    for late_s, literally in ((2.0, 1), (2.002, 0)):
+        policies = {**row["policies"], "slack": {"first_token_p99_s": late_s}, "fixed": late}
+        notes = slack_report.notes_of({**result, "rows": [{**row, "policies": policies}]})
+        assert f"{p99}: up to 0.5 % more counts as that; without it {literally} of 1" in notes
 
 
 def test_an_opened_store_is_served_by_the_policy_and_limits_that_are_simulated(
@@ -450,6 +454,7 @@ def test_the_true_interference_is_no_worse_than_a_small_one_that_is_never_correc
 
 def test_the_worst_cell_of_a_wrong_profile_is_named() -> None:
     cell = {"condition": "steady", "drive": "d", "gpu": "g", "bars": {}, "at_most_by_seed": []}
+    error = "prediction_error"
     rows = [
         {
             **cell,
@@ -457,12 +462,14 @@ def test_the_worst_cell_of_a_wrong_profile_is_named() -> None:
             "closed_by_seed": [0.9, 0.8, None],
             "wrong_by_seed": {"all x8": [0.9, part, None]},
             "missed_by_wrong": {"all x8": ["a bar"] * missed},
+            "policies": {"slack": {error: 0.02}, "all x8": {error: 0.04 + missed / 10}},
         }
         for workload, part, missed in (("chat", 0.9, 0), ("agents", 0.675, 1))
     ]
     [note] = slack_report.notes_of({"rows": rows, "wrong": ["all x8"]})
     assert "(all x8) closes up to 12.5 points less" in note
     assert "(steady, d, g, agents: 67.5% instead of 80.0%); misses a bar in 1 of 2 cells" in note
+    assert "prediction error up to 14.0%, 2.0% with the true one" in note
 
 
 def test_all_parameters_have_a_source() -> None:
