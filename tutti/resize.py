@@ -5,15 +5,16 @@ until the new ones are complete.
 
 On devices: its objects go to a pool in a file, the spool, and back when the devices are formatted
 anew. The spool gets its final name when it is complete; the devices are not changed before, and it
-stays until they are complete. Its name has the UUIDs of the old pool and, once there is one, of the
-new pool, so that a second call goes on from there, and never on other devices.
+stays until they are complete. From its name a second call knows what to go on with (`_Spool`), and
+never on devices that hold anything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +22,11 @@ from tutti.base.arrays import Keys
 from tutti.base.units import MiB, parse_nbytes
 from tutti.errors import (
     CapacityError,
+    ChecksumMismatch,
     ConfigError,
     DeviceTimeout,
     KeyMissing,
+    MediumError,
     PoolError,
     PoolExists,
     Unsupported,
@@ -53,6 +56,34 @@ _RESERVE = 16
 _SPOOL = "tutti-resize-"
 
 Progress = Callable[[int, int], None]
+
+
+class _Spool(NamedTuple):
+    """What the name of a complete spool tells: the UUIDs of the old pool and, once there is one, of
+    the new pool; the generation of the old one when it was copied; the number of devices.
+    """
+
+    path: Path
+    old: str
+    generation: int
+    devices: int
+    new: str
+
+    @classmethod
+    def of(cls, path: Path) -> _Spool:
+        try:
+            old, generation, devices, new = path.stem.removeprefix(_SPOOL).split("-")
+            return cls(path, old, int(generation), int(devices), new)
+        except ValueError:
+            raise ConfigError(f"{path} is not named as a resize names it; move it away") from None
+
+    def named(self, **changes: Any) -> _Spool:
+        """Renames the file, by its changes."""
+        it = self._replace(**changes)
+        name = f"{_SPOOL}{it.old}-{it.generation}-{it.devices}-{it.new}.tutti"
+        path = self.path.rename(self.path.with_name(name))
+        sync_folder(str(path))
+        return it._replace(path=path)
 
 
 class Resized(NamedTuple):
@@ -127,40 +158,58 @@ def _resize_devices(
     if len(spools) > 1:
         files = ", ".join(map(str, spools))
         raise ConfigError(f"{files}: objects of several pools; move those of the others away")
+    lost = Resized(0, 0, 0)
     if spools:
-        spool, lost = spools[0], Resized(0, 0, 0)
+        spool = _Spool.of(spools[0])
+        if spool.devices != len(names):
+            raise ConfigError(
+                f"{spool.path} has the objects of a pool on {spool.devices} devices; give all of"
+                " them"
+            )
     else:
         spool, lost = _spool(names, capacity, folder, executor, progress)
-    old, _, new = spool.stem.removeprefix(_SPOOL).partition("-")
-    found = _uuids(names, spool, {old, new} - {""})
-    if not new or found != {new}:
-        with open_pool(spool, executor=executor, profile=None) as source:
+    found = _generations(names, spool)
+    if not spool.new or found.keys() != {spool.new}:
+        if found.get(spool.old, spool.generation) != spool.generation:
+            _check_unused(names, spool, executor)
+        with open_pool(spool.path, executor=executor, profile=None) as source:
             layout = source.layout
             source.wait_recovered()
             _wanted(source, _room(_planned(source, names, capacity), len(names)))
-        if found == {old}:
-            with open_pool(names, executor=executor, profile=None) as store:
-                store.clear(deallocate=True)
         make_blank(names)
         format(names, layout, capacity, executor=executor)
-        (new,) = _uuids(names, spool, set())
-        spool = _rename(spool, f"{_SPOOL}{old}-{new}.tutti")
+        (new,) = _generations(names, spool)
+        spool = spool.named(new=new)
     with (
-        open_pool(spool, executor=executor, profile=None) as source,
+        open_pool(spool.path, executor=executor, profile=None) as source,
         open_pool(names, source.layout, capacity, executor=executor, profile=None) as target,
     ):
+        if target.geometry.groups != _planned(target, names, capacity).groups:
+            raise ConfigError(
+                "the devices were formatted by a call with another capacity, which was"
+                " interrupted; give that one again"
+            )
         for store in (source, target):
             store.wait_recovered()
+        while target.prove():  # after a loss of power: what is torn is copied again
+            pass
         done = _copy(source, target, progress, _room(target.geometry, len(names)))
-    spool.unlink()
-    sync_folder(str(spool))
-    return Resized(done.kept, lost.damaged + done.damaged, lost.dropped + done.dropped)
+    if done.damaged:
+        raise ChecksumMismatch(
+            f"{done.damaged} objects of {spool.path} are damaged; the devices have the other"
+            f" {done.kept}. Remove the file, or export from it what can be read"
+        )
+    spool.path.unlink()
+    sync_folder(str(spool.path))
+    return Resized(done.kept, lost.damaged, lost.dropped + done.dropped)
 
 
 def _spool(
     names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
-) -> tuple[Path, Resized]:
-    """A complete file with the objects that fit into a pool of ``capacity`` bytes."""
+) -> tuple[_Spool, Resized]:
+    """A complete file with the objects that fit into a pool of ``capacity`` bytes; the old pool is
+    empty then, and its groups are deallocated.
+    """
     with open_pool(names, executor=executor, profile=None) as old:
         old.wait_recovered()
         new = _planned(old, names, capacity)
@@ -169,7 +218,8 @@ def _spool(
         objects = len(_wanted(old, room))
         groups = (objects + objects // 32 + max(_RESERVE, group_slots)) // group_slots + 2
         size = Geometry(new.layers, new.segments, BLOCK_NBYTES, group_slots, groups).member_nbytes
-        part = folder / f"{_SPOOL}{old.members.uuid.hex()}.part"
+        uuid = old.members.uuid.hex()
+        part = folder / f"{_SPOOL}{uuid}.part"
         part.unlink(missing_ok=True)  # of an attempt that was interrupted
         try:
             format(part, old.layout, size, executor=executor)
@@ -178,37 +228,51 @@ def _spool(
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-    return _rename(part, f"{part.stem}.tutti"), result
+        generation = max(one.generation for one in old.members.superblocks if one is not None)
+        complete = _Spool(part, uuid, generation, len(names), "").named()
+        try:
+            old.clear(deallocate=True)
+        except BaseException:  # what is left would look as if the pool was used since
+            old.clear()
+            raise
+    return complete, result
 
 
-def _rename(path: Path, name: str) -> Path:
-    renamed = path.rename(path.with_name(name))
-    sync_folder(str(renamed))
-    return renamed
+def _check_unused(names: list[str], spool: _Spool, executor: str) -> None:
+    """Raises PoolExists where the old pool has objects again, which the spool does not have."""
+    with open_pool(names, executor=executor, profile=None) as old:
+        old.wait_recovered()
+        if objects := len(old.catalogue.keys_by_use()):
+            raise PoolExists(
+                f"the pool has {objects} objects, because it was used after a resize that was"
+                f" interrupted; {spool.path} has those of before: move it away (it is a pool to"
+                " export from), then resize again"
+            )
 
 
-def _uuids(names: Sequence[str], spool: Path, known: set[str]) -> set[str]:
-    """The pools whose superblocks are on these devices; "" for a device that starts with zeros.
+def _generations(names: Sequence[str], spool: _Spool) -> dict[str, int]:
+    """Of the pools whose superblocks are on these devices, by their UUIDs; "" and 0 for a device
+    that starts with zeros.
 
-    Raises PoolExists for what is neither of a known pool nor empty: zeros, or a pool that was never
-    opened, as an interrupted format leaves it.
+    Raises PoolExists for what is neither of the spool's pools nor empty: zeros, or a pool that was
+    never opened, as an interrupted format leaves it.
     """
-    found = set()
+    found: dict[str, int] = {}
     with open_controller(names) as controller, opened_io(controller) as (_, io):
         for nsid, name in enumerate(names, 1):
             head = io.read(nsid, 0, HEAD_NBYTES)
             copies = head[:BLOCK_NBYTES], head[BLOCK_NBYTES : 2 * BLOCK_NBYTES]
-            try:
+            uuid, generation, is_empty = "", 0, not any(head)
+            with suppress(PoolError):
                 one = choose_superblock(*copies, name)[0]
-                uuid, is_empty = one.pool_uuid.hex(), one.generation == 1
-            except PoolError:
-                uuid, is_empty = "", not any(head)
-            if uuid not in known and not is_empty:
+                uuid, generation = one.pool_uuid.hex(), one.generation
+                is_empty = generation == 1
+            if uuid not in (spool.old, spool.new or spool.old) and not is_empty:
                 raise PoolExists(
-                    f"{name} holds other data than the pool whose objects are in {spool}; give the"
-                    " devices of that pool or another folder, or erase it if it is one of them"
+                    f"{name} holds other data than the pool whose objects are in {spool.path}; give"
+                    " the devices of that pool or another folder, or erase it if it is one of them"
                 )
-            found.add(uuid)
+            found[uuid] = max(generation, found.get(uuid, 0))
     return found
 
 
@@ -271,6 +335,8 @@ def _copy_batch(
     if not ticket.wait_settled(_WAIT_S):
         raise DeviceTimeout("the pool's device does not answer; check it, then try again")
     bad = set(ticket.failed().tolist())
+    if any(old.match([infos[row].key]) for row in bad):  # what is damaged is not found any more
+        raise MediumError("objects could not be read; check the pool's device, then try again")
     good = [page for page in range(len(infos)) if page not in bad]
     stored = 0
     for (tenant, expires_s), rows in _by_owner(infos, good).items():
@@ -287,6 +353,8 @@ def _copy_batch(
             expiry = PutRequest.checked([], [], memory.memory, None, 0, max(1, expires_s))
             request = request._replace(expiry_64s=expiry.expiry_64s)
         done = new.put_request(request).wait(_WAIT_S)
+        if done.dropped:
+            raise CapacityError(f"the new pool had no room for {done.dropped} objects; try again")
         stored += done.stored + done.present  # these by a call that was interrupted
     pinned = [info.key for info in infos if info.pinned]
     if pinned:
