@@ -110,7 +110,16 @@ def render(text: str, results: Path) -> str:
             raise ConfigError(f"{match[2]}.json has no {match[3]}; correct the page") from error
 
     def model(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{many_drives.tables(lambda name: read(name)[0])}\n\n{match[2]}"
+        states: list[str] = []
+
+        def result(name: str) -> dict[str, Any]:
+            found, words = read(name)
+            states.append(words)
+            return found
+
+        tables = many_drives.tables(result)
+        stale = f"\n{STATE.strip()}" if any(states) else ""
+        return f"{match[1]}\n{tables}{stale}\n\n{match[2]}"
 
     text = _MODEL.sub(model, text)
     return _VALUE.sub(value, _STATE.sub(state, _BLOCK.sub(table, text)))

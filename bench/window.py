@@ -407,8 +407,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             f" bounds: {alone}; the call of `load`, in ms: {called}",
             *notes[2:],
             f"the same of a second pool with the fixed window, the noise: {alike}",
-            "what is possible: the same of the drive without a store and verification, where the"
-            " first layer comes before all others instead of all at once:"
+            "the same of the drive without a store and verification, where the first layer is read"
+            " before all others are, over all at once:"
             f" {_against(in_two, RATE_BAR, is_least=True)}",
         ]
     if result["loops"]:
@@ -437,9 +437,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
                     for name in ("in_a_row", "idle")
                 )
                 notes[-1] += (
-                    "; calculated, the best of all groups of whole layers, with the pause of a"
-                    f" layer that the drive reads right after another: {row}; after an idle time"
-                    f" as long as a computation: {idle}"
+                    "; calculated, the best of groups of whole layers that are read one after"
+                    f" another, with the pause of a layer right after another: {row}; after an idle"
+                    f" time as long as a computation: {idle}"
                 )
     window = result["windows"][FOUND]["window_nbytes"] / MiB
     return [

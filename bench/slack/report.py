@@ -216,15 +216,16 @@ def _floor(found: dict[str, Any]) -> str:
     can = {"reached": "this does not exclude the goal", "**not reached**": "this excludes the goal"}
     state = can.get(_state(floor, WAIT_BAR), "whether this excludes the goal is **not resolved**")
     gap = found["none - no puts, s"]
-    closed = "; ".join(
-        f"{interval_text(part)} of it is closed {_FILE_SYSTEMS[name]}"
-        for name, part in found["closed"].items()
-    )
+    closed = " (**not resolved**)"
+    if gap["low"] > 0:
+        closed = ": " + "; ".join(
+            f"{interval_text(part)} of it is closed {_FILE_SYSTEMS[name]}"
+            for name, part in found["closed"].items()
+        )
     return (
         f"no scheduler waits less than without puts, {interval_text(floor)} of `none`, and more"
         f" than {WAIT_BAR:g} of it in {above} of {found['rounds']} rounds: {state};"
-        f" puts cost {interval_text({k: 1e3 * s for k, s in gap.items()}, 1)} ms a round"
-        f"{'' if gap['low'] > 0 else ' (**not resolved**)'}: {closed}"
+        f" puts cost {interval_text({k: 1e3 * s for k, s in gap.items()}, 1)} ms a round{closed}"
     )
 
 
