@@ -66,7 +66,8 @@ def test_a_file_alone_is_measured_and_nothing_simulated(
     assert {name: len(waits_s) for name, waits_s in file["waits_s"].items()} == dict.fromkeys(
         ("none", "slack", "as opened", "no puts"), 1
     )
-    assert text.count("of it is closed with") == 2
+    costs = file["none - no puts, s"]["low"] > 0  # else no part of it means anything
+    assert text.count("of it is closed with") == (2 if costs else 0)
     assert "profiles, and what was learned: with `slack` " in text
     assert text.count("(goal 0.5 ") == text.count("(goal 1 ") == 2
     counts = {name: cell["transfers"] for name, cell in cells.items()}

@@ -18,7 +18,7 @@ those used most recently.
 
 An interrupted resize loses nothing: run the same command again."""
 _EXAMPLE = """\
-examples:
+example:
   tutti resize pool.tutti --capacity 128GiB
   tutti resize /dev/nvme0n1 /dev/nvme1n1 --capacity 4TiB --through /mnt/other"""
 
