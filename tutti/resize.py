@@ -170,8 +170,8 @@ def _resize_devices(
         spool, lost = _spool(names, capacity, folder, executor, progress)
     found = _generations(names, spool)
     if not spool.new or found.keys() != {spool.new}:
-        if found.get(spool.old, spool.generation) != spool.generation:
-            _check_unused(names, spool, executor)
+        if found.keys() == {spool.old} and found[spool.old] != spool.generation:
+            _check_unused(names, spool, executor)  # with a device erased it cannot have been used
         with open_pool(spool.path, executor=executor, profile=None) as source:
             layout = source.layout
             source.wait_recovered()
