@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -436,6 +437,30 @@ def test_a_read_that_fails_does_not_lose_the_object(
             patch.setattr(LoadTicket, "failed", lambda ticket: np.array([3]))
             with pytest.raises(MediumError, match="could not be read"):
                 resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
+        with tutti.open(devices) as store:
+            assert held(store) == KEYS
+
+
+def test_objects_that_stay_unproven_end_a_resize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not read them for ever, and the copy stays."""
+    (tmp_path / "spools").mkdir()
+    stats = ObjectStore.stats
+    calls: list[int] = []
+
+    def some_unproven(store: ObjectStore) -> dict[str, Any]:
+        return stats(store) | {"slots": {"unproven": 65}}
+
+    with loop_devices(tmp_path) as make:
+        devices = made_on([make(), make()], SMALL)
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStore, "stats", some_unproven)
+            patch.setattr(ObjectStore, "prove", lambda _, most: calls.append(most))
+            with pytest.raises(MediumError, match="could not be read"):
+                resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
+        assert calls == [64, 64]
+        resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
         with tutti.open(devices) as store:
             assert held(store) == KEYS
 
