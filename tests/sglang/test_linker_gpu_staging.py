@@ -65,7 +65,7 @@ def test_staging_holds_two_loads_of_the_longest_context(
         assert f"enough for 4 layers of two transfers of {pages * PAGE} tokens" in reason
         if gpu_engine == "host":
             round_trip(rig)  # any number of pages
-    lines = [r.getMessage() for r in caplog.records if "staging" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "; staging: " in r.getMessage()]
     assert len(lines) == 1 and reason in lines[0]
 
 
