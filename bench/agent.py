@@ -35,6 +35,7 @@ from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse, removed
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, percentile, ratios
+from tutti.bench.writable import options
 from tutti.errors import DeviceTimeout, Unsupported
 from tutti.gio_uring.named_drive import is_drive
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
@@ -92,16 +93,13 @@ while part := peer.recv(65536):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=400, help="calls of each kind per side")
-    parser.add_argument("--pages", type=int, default=1024, help="pages per look-up")
-    parser.add_argument("--batch", type=int, default=128, help="pages per plan")
-    parser.add_argument(
-        "--clients", type=int, default=64, help="processes that ask at the same time; 0 for none"
-    )
-    parser.add_argument(
-        "--capacity", type=arguments.nbytes, default=256 * MiB, help="size of each of the two pools"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the keys")
+    option = options(parser)
+    option("--rounds", 400, "calls of each kind per side")
+    option("--pages", 1024, "pages per look-up")
+    option("--batch", 128, "pages per plan")
+    option("--clients", 64, "processes that ask at the same time; 0 for none")
+    option("--capacity", 256 * MiB, "size of each of the two pools", arguments.nbytes)
+    option("--seed", 1, "seed of the keys")
 
 
 class _Side:

@@ -28,6 +28,7 @@ from tutti.bench.pool_file import (
 )
 from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import Driver
@@ -42,59 +43,49 @@ SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=list(SHAPES),
-        metavar="LxSLICE",
-        help="shape of an object: layers x slice",
-    )
-    parser.add_argument(
+    option = options(parser)
+    option("--shapes LxSLICE", list(SHAPES), "shape of an object: layers x slice")
+    option(
         "--phases",
-        nargs="+",
-        choices=PHASES,
-        default=list(PHASES),
-        help="phases: puts, loads, one prefix layer by layer, puts with loads (default: all)",
+        list(PHASES),
+        "phases: puts, loads, one prefix layer by layer, puts with loads (default: all)",
+        PHASES,
     )
-    parser.add_argument("--capacity", default="2GiB", help="size of the pool")
+    option("--capacity", "2GiB", "size of the pool")
     duration = parser.add_mutually_exclusive_group()
     duration.add_argument("--seconds", type=above_zero, default=2.0, help="length of a phase")
     duration.add_argument("--gib", type=above_zero, help="GiB to move per phase, instead of a time")
-    parser.add_argument("--batch", default="32MiB", help="bytes per put or load")
-    parser.add_argument("--inflight", type=positive, default=4, help="puts or loads in flight")
-    parser.add_argument(
-        "--contexts",
-        nargs="+",
-        type=positive,
-        metavar="TOKENS",
-        help="store and load one prompt at a time, of these lengths; replaces --batch and"
+    option("--batch", "32MiB", "bytes per put or load")
+    option("--inflight", 4, "puts or loads in flight", positive)
+    option(
+        "--contexts TOKENS",
+        None,
+        "store and load one prompt at a time, of these lengths; replaces --batch and"
         f" --inflight; a page has {PAGE_SIZE} tokens",
+        positive,
+        nargs="+",
     )
-    parser.add_argument(
-        "--depth",
-        type=positive,
-        help="entries of a queue pair, a power of two (default: the engine's)",
+    option(
+        "--depth", None, "entries of a queue pair, a power of two (default: the engine's)", positive
     )
-    parser.add_argument(
+    option(
         "--pointers",
-        choices=("sgl", "prp"),
-        help="memory pointers of commands (default: what the drive supports)",
+        None,
+        "memory pointers of commands (default: what the drive supports)",
+        ("sgl", "prp"),
     )
-    parser.add_argument(
-        "--prefix-pages",
-        type=positive,
-        default=1024,
-        help="length of the prefix in the phase layerwise, in pages",
+    option(
+        "--prefix-pages", 1024, "length of the prefix in the phase layerwise, in pages", positive
     )
-    parser.add_argument("--memory", default="512MiB", help="limit of registered memory")
-    parser.add_argument(
-        "--gpu",
-        choices=ENGINES,
-        metavar="ENGINE",
-        help="store from and load into memory of GPU 0 by this engine: host (the CPU submits, copy"
+    option("--memory", "512MiB", "limit of registered memory")
+    option(
+        "--gpu ENGINE",
+        None,
+        "store from and load into memory of GPU 0 by this engine: host (the CPU submits, copy"
         " engines move), launch, resident or persistent (kernels submit)",
+        ENGINES,
     )
-    parser.add_argument("--seed", type=natural, default=1, help="seed of the order of loads")
+    option("--seed", 1, "seed of the order of loads", natural)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from tutti.bench import belady, eviction_bounds
 from tutti.bench.environment import describe
 from tutti.bench.eviction_pool import GROUP_SLOTS, GROUPS, WINDOW, Pool, play
 from tutti.bench.traces import Synthetic, TraceRequest, generate, read_trace
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.eviction import POLICIES, reserve_slots
@@ -55,40 +55,33 @@ _DOCUMENTS = ("leval", "loogle")  # traces whose requests have no order of their
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option = options(parser)
+    option(
         "--trace",
-        nargs="+",
-        default=[SYNTHETIC],
-        help="Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others",
+        [SYNTHETIC],
+        "Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others",
     )
-    parser.add_argument(
+    option(
         "--requests",
-        type=positive,
-        help="use the first N requests of each trace (default: all; synthetic: 400)",
+        None,
+        "use the first N requests of each trace (default: all; synthetic: 400)",
+        positive,
     )
-    parser.add_argument(
-        "--capacity",
-        nargs="+",
-        type=float,
-        default=[0.084, 0.25, 0.75],
-        help="sizes of the pool, as fractions of a trace's blocks",
-    )
-    parser.add_argument(
-        "--group-slots", type=positive, default=GROUP_SLOTS, help="most slots to evict at once"
-    )
-    parser.add_argument(
+    option("--capacity", [0.084, 0.25, 0.75], "sizes of the pool, as fractions of a trace's blocks")
+    option("--group-slots", GROUP_SLOTS, "most slots to evict at once", positive)
+    option(
         "--policies",
+        sorted(POLICIES),
+        "policies to compare (default: all)",
+        sorted(POLICIES),
         nargs="+",
-        choices=sorted(POLICIES),
-        default=sorted(POLICIES),
-        help="policies to compare (default: all)",
     )
-    parser.add_argument(
+    option(
         "--published",
-        action="store_true",
-        help="also play published policies over single blocks (pip install libcachesim)",
+        False,
+        "also play published policies over single blocks (pip install libcachesim)",
     )
-    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    option("--out", None, "also write the JSON to this file", Path)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

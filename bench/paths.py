@@ -33,7 +33,7 @@ from tutti.bench.members import temporary_members
 from tutti.bench.plots import plot_paths
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths
 from tutti.bench.statistics import median
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.controller import NativeController
@@ -88,40 +88,21 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument(
-        "--blocks", nargs="+", default=["4KiB", "64KiB", "512KiB"], help="bytes per command"
-    )
-    parser.add_argument(
-        "--depths", nargs="+", type=positive, default=[1, 4, 16, 64], help="commands in flight"
-    )
-    parser.add_argument(
-        "--directions",
-        nargs="+",
-        choices=_OPCODES,
-        default=list(_OPCODES),
-        help="what to measure (default: both)",
-    )
-    parser.add_argument(
-        "--paths",
-        nargs="+",
-        choices=FILE_PATHS,
-        default=list(FILE_PATHS),
-        help="ways to reach a file (default: all)",
-    )
-    parser.add_argument(
+    option = options(parser)
+    option("--blocks", ["4KiB", "64KiB", "512KiB"], "bytes per command")
+    option("--depths", [1, 4, 16, 64], "commands in flight", positive)
+    option("--directions", list(_OPCODES), "what to measure (default: both)", _OPCODES)
+    option("--paths", list(FILE_PATHS), "ways to reach a file (default: all)", FILE_PATHS)
+    option(
         "--moved",
-        default="224MiB",
-        help="bytes to move per combination and round (%(default)s: in three rounds 10,000 commands"
+        "224MiB",
+        "bytes to move per combination and round (%(default)s: in three rounds 10,000 commands"
         " of 64 KiB, as p99.99 needs, and 1,000 of 512 KiB, as p99.9 needs)",
     )
-    parser.add_argument(
-        "--commands", type=positive, default=20000, help="most commands per combination and round"
-    )
-    parser.add_argument("--rounds", type=positive, default=3, help="measurements per combination")
-    parser.add_argument("--size", default="512MiB", help="size of the file")
-    parser.add_argument(
-        "--out", type=Path, help="also write the JSON to this file, and a chart next to it"
-    )
+    option("--commands", 20000, "most commands per combination and round", positive)
+    option("--rounds", 3, "measurements per combination", positive)
+    option("--size", "512MiB", "size of the file")
+    option("--out", None, "also write the JSON to this file, and a chart next to it", Path)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

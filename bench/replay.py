@@ -46,6 +46,7 @@ from tutti.bench.traces import (
     reach,
     read_trace,
 )
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.placement.eviction import POLICIES
@@ -69,47 +70,38 @@ _COUNTERS = ("eviction", "evicted", "evicted_too_early", "dropped", "mismatches"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
-    parser.add_argument(
-        "--trace", default=SYNTHETIC, help="Mooncake's .jsonl file, or %(default)s (the default)"
-    )
-    parser.add_argument(
+    option = options(parser)
+    option("--trace", SYNTHETIC, "Mooncake's .jsonl file, or %(default)s (the default)")
+    option(
         "--requests",
-        type=positive,
-        help="use the first N requests of the trace (default: all; synthetic: 400)",
+        None,
+        "use the first N requests of the trace (default: all; synthetic: 400)",
+        positive,
     )
-    parser.add_argument("--seed", type=natural, default=1, help="seed of the synthetic trace")
-    parser.add_argument(
-        "--capacity", nargs="+", default=["1GiB"], help="sizes of the pool, one replay for each"
-    )
-    parser.add_argument(
+    option("--seed", 1, "seed of the synthetic trace", natural)
+    option("--capacity", ["1GiB"], "sizes of the pool, one replay for each")
+    option(
         "--shape",
-        default="8x32KiB",
-        help="shape of a page's KV: layers x slice. The default is smaller than a real model's, so "
+        "8x32KiB",
+        "shape of a page's KV: layers x slice. The default is smaller than a real model's, so "
         "that a long trace fits on a disk",
     )
-    parser.add_argument(
-        "--page-size",
-        type=positive,
-        default=BLOCK_TOKENS,
-        help=f"tokens per page, a divisor of {BLOCK_TOKENS}",
-    )
-    parser.add_argument(
+    option("--page-size", BLOCK_TOKENS, f"tokens per page, a divisor of {BLOCK_TOKENS}", positive)
+    option(
         "--eviction",
-        nargs="+",
-        choices=sorted(POLICIES),
-        default=[StoreConfig().eviction],
-        help="eviction policies, one replay for each",
+        [StoreConfig().eviction],
+        "eviction policies, one replay for each",
+        sorted(POLICIES),
     )
-    parser.add_argument(
+    option(
         "--profile",
-        nargs="+",
-        default=[AUTO],
-        help="profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file",
+        [AUTO],
+        "profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file",
     )
-    parser.add_argument("--pages", type=positive, default=256, help="pages of memory to load into")
+    option("--pages", 256, "pages of memory to load into", positive)
     what = "also measure what fio's direct reads and writes of objects cost, as many at a time, and"
     what += " what loads cost the engine alone"
-    parser.add_argument("--floor", action="store_true", help=what)
+    option("--floor", False, what)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
 from tutti.bench.statistics import bootstrap_median, median
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
 from tutti.gio_uring.memory import HostBuffer
@@ -26,19 +27,12 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        type=int,
-        default=[64, 1024],
-        help="entries of the queue pair, powers of two",
-    )
-    parser.add_argument(
-        "--batches", nargs="+", type=int, default=[1, 32], help="commands per doorbell"
-    )
-    parser.add_argument("--block", default="4KiB", help="bytes per command")
-    parser.add_argument("--commands", type=int, default=1_000_000, help="commands per run")
-    parser.add_argument("--repeats", type=int, default=5, help="runs per row")
+    option = options(parser)
+    option("--depths", [64, 1024], "entries of the queue pair, powers of two")
+    option("--batches", [1, 32], "commands per doorbell")
+    option("--block", "4KiB", "bytes per command")
+    option("--commands", 1_000_000, "commands per run")
+    option("--repeats", 5, "runs per row")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
 from tutti.bench.mooncake_reader import ASKED, Reader
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
+from tutti.bench.writable import options
 from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.cluster.second_tier import Tier
@@ -249,19 +250,13 @@ def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tutti bench second-tier`."""
-    parser.add_argument(
-        "--remote", metavar="mooncake://HOST:PORT", help="a cluster that runs (default: an own one)"
-    )
+    option = options(parser)
+    option("--remote mooncake://HOST:PORT", None, "a cluster that runs (default: an own one)")
     add_place_arguments(parser)
-    parser.add_argument("--pages", type=positive, default=128, help="pages of 1 MiB")
-    parser.add_argument("--rounds", type=positive, default=15, help="measurements of each kind")
-    parser.add_argument("--capacity", type=nbytes, default=GiB, help="size of the pool")
-    parser.add_argument(
-        "--seed",
-        type=natural,
-        default=1,
-        help="seed of the data; give each run on a cluster another",
-    )
+    option("--pages", 128, "pages of 1 MiB", positive)
+    option("--rounds", 15, "measurements of each kind", positive)
+    option("--capacity", GiB, "size of the pool", nbytes)
+    option("--seed", 1, "seed of the data; give each run on a cluster another", natural)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any
 from tutti.base.terminal import table
 from tutti.bench.environment import describe
 from tutti.bench.peers.fio_peers import FIO
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 
 MANIFEST = "store-run"
@@ -140,14 +141,13 @@ class Places:
 def main(arguments: Sequence[str]) -> int:
     """Measures, and returns the exit code: 1 when a result could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--dir", nargs="+", default=["."], help="folders, each on one of the drives to measure"
-    )
-    parser.add_argument("--out", default="bench/results", type=Path, help="folder of the results")
-    parser.add_argument("--trace", help="trace of requests for the replay, in Mooncake's format")
-    parser.add_argument("--sglang", default="", help="command of the Python that has SGLang")
-    parser.add_argument("--minutes", type=float, default=120.0, help="limit in all (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these")
+    option = options(parser)
+    option("--dir", ["."], "folders, each on one of the drives to measure")
+    option("--out", "bench/results", "folder of the results", Path)
+    option("--trace", None, "trace of requests for the replay, in Mooncake's format")
+    option("--sglang", "", "command of the Python that has SGLang")
+    option("--minutes", 120.0, "limit in all (%(default)s)")
+    option("--only NAME", None, "measure only these", nargs="+")
     args = parser.parse_args(arguments)
     places = Places(args.dir, args.out, args.trace, sglang=shlex.split(args.sglang))
     try:

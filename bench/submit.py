@@ -21,6 +21,7 @@ from tutti.base.units import MiB
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.counting_driver import CountingDriver, NamedKernels
 from tutti.bench.environment import describe
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_batch import KernelMover
@@ -53,18 +54,12 @@ class Cost:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pages", nargs="+", type=int, default=[128, 512, 2048, 8192, 16384], help="pages per load"
+    option = options(parser)
+    option("--pages", [128, 512, 2048, 8192, 16384], "pages per load")
+    option(
+        "--ways WAY", list(WAYS), "engines and movers: " + "; ".join(WAYS) + " (default: all)", WAYS
     )
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        default=list(WAYS),
-        choices=WAYS,
-        metavar="WAY",
-        help="engines and movers: " + "; ".join(WAYS) + " (default: all)",
-    )
-    parser.add_argument("--repeats", type=int, default=101, help="measurements per number")
+    option("--repeats", 101, "measurements per number")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

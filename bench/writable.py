@@ -1,10 +1,45 @@
-"""Whether the files that a benchmark writes at its end can be written, told at its start."""
+"""What commands of benchmarks begin with: their options, and whether files can be written."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from tutti.errors import CapacityError, ConfigError, system_message
+
+
+def options(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """A short way to add options to a parser or a group of it."""
+
+    def option(
+        name: str,
+        default: Any,
+        what: str | None,
+        kind: Callable[[str], Any] | Collection[str] = (),
+        **more: Any,
+    ) -> None:
+        """name: with what stands for its value, if that is not the name.  kind: a type, or choices.
+
+        The default tells the type of numbers.  A list takes one value or more, False is a switch.
+        """
+        name, _, metavar = name.partition(" ")
+        given: dict[str, Any] = {"default": default, "help": what}
+        if metavar:
+            given["metavar"] = metavar
+        first = default
+        if isinstance(default, list | tuple) and "action" not in more:
+            given["nargs"], first = "+", default[0] if default else None
+        if default is False:
+            given["action"] = "store_true"
+        elif isinstance(first, int | float):
+            given["type"] = type(first)
+        if kind:
+            given["type" if callable(kind) else "choices"] = kind
+        parser.add_argument(name, **given | more)
+
+    return option
 
 
 def check_writable(*paths: Path) -> None:

@@ -121,8 +121,7 @@ def _fio_memory_cell(setup: Setup, phase: str) -> dict[str, Any]:
         few, many = (replace(job, hugepages=memory) for job in (few, many))
         nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
         return setup.compare(
-            fio_system(replace(many, io_nbytes=nbytes)),
-            fio_system(replace(few, io_nbytes=nbytes)),
+            fio_system(replace(many, io_nbytes=nbytes)), fio_system(replace(few, io_nbytes=nbytes))
         )
 
 

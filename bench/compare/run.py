@@ -23,6 +23,7 @@ from tutti.bench.compare.paired import PAIRS_MIN
 from tutti.bench.environment import describe
 from tutti.bench.plots import plot_compare
 from tutti.bench.statistics import interval_text
+from tutti.bench.writable import options
 from tutti.errors import TuttiError
 
 
@@ -30,51 +31,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = "\n".join(f"  {name:<20} {case.__doc__}" for name, case in CASES.items())
     parser.epilog = f"cases:\n{names}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("cases", nargs="+", choices=[*CASES, "all"], metavar="CASE")
-    parser.add_argument(
-        "--dir",
-        nargs="+",
-        default=["."],
-        help="folders: Tutti's pools have a file in each, all else is in the first",
-    )
-    parser.add_argument(
-        "--out", default="bench/results", help="folder for the results (default: %(default)s)"
-    )
-    parser.add_argument("--pairs", type=int, default=PAIRS_MIN, help="rounds (%(default)s)")
-    parser.add_argument(
-        "--size", default="4GiB", help="size of pools and of fio's file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="length of a round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--prefix-pages", type=int, default=1024, help="pages of a long prefix (%(default)s)"
-    )
-    parser.add_argument(
-        "--prefix-shape", default="16x128KiB", help="shape of its pages (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--churn", type=float, default=10.0, help="bytes stored over capacity (%(default)s)"
-    )
-    parser.add_argument(
-        "--records", type=int, default=1_000_000, help="records to recover (default: %(default)s)"
-    )
-    parser.add_argument(
+    option = options(parser)
+    option("cases", None, None, [*CASES, "all"], nargs="+", metavar="CASE")
+    option("--dir", ["."], "folders: Tutti's pools have a file in each, all else is in the first")
+    option("--out", "bench/results", "folder for the results (default: %(default)s)")
+    option("--pairs", PAIRS_MIN, "rounds (%(default)s)")
+    option("--size", "4GiB", "size of pools and of fio's file (default: %(default)s)")
+    option("--seconds", 2.0, "length of a round (default: %(default)s)")
+    option("--prefix-pages", 1024, "pages of a long prefix (%(default)s)")
+    option("--prefix-shape", "16x128KiB", "shape of its pages (default: %(default)s)")
+    option("--churn", 10.0, "bytes stored over capacity (%(default)s)")
+    option("--records", 1_000_000, "records to recover (default: %(default)s)")
+    option(
         "--memory",
-        nargs="+",
-        choices=("huge", "ordinary"),
-        default=["huge", "ordinary"],
-        help="kinds of pages for the buffers of both systems",
+        ["huge", "ordinary"],
+        "kinds of pages for the buffers of both systems",
+        ("huge", "ordinary"),
     )
-    parser.add_argument(
-        "--only", default="", help="measure only cells whose name contains this", metavar="TEXT"
-    )
-    parser.add_argument(
+    option("--only TEXT", "", "measure only cells whose name contains this")
+    option(
         "--allow-sysctl",
-        action="store_true",
-        help="reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
+        False,
+        "reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
     )
-    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+    option("--seed", 1, "(default: %(default)s)")
 
 
 def setup_of(args: argparse.Namespace) -> Setup:

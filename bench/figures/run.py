@@ -32,7 +32,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.figures.draw import TITLES, draw, hit_share
 from tutti.bench.figures.paper import PaperFigure, draw_paper
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError
 
 # Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.
@@ -43,36 +43,32 @@ PAPER = "paper"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=(*KINDS, PAPER), help="what to draw")
-    parser.add_argument(
-        "inputs", type=Path, nargs="+", metavar="INPUT", help="results (JSON or folder), or CSVs"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
+    option = options(parser)
+    option("kind", None, "what to draw", (*KINDS, PAPER))
+    option("inputs", None, "results (JSON or folder), or CSVs", Path, nargs="+", metavar="INPUT")
+    option(
+        "--out STEM",
+        None,
+        "write STEM.png, STEM.svg and STEM.csv; for paper, a folder",
+        Path,
         required=True,
-        metavar="STEM",
-        help="write STEM.png, STEM.svg and STEM.csv; for paper, a folder",
     )
-    parser.add_argument("--title", default="", help="title of the figure")
-    parser.add_argument("--slo-ms", type=float, default=TTFT_LIMIT_MS, help="TTFT limit to draw")
-    parser.add_argument(
-        "--page-tokens", type=positive, default=64, help="tokens per page, for bandwidth"
+    option("--title", "", "title of the figure")
+    option("--slo-ms", TTFT_LIMIT_MS, "TTFT limit to draw")
+    option("--page-tokens", 64, "tokens per page, for bandwidth", positive)
+    option = options(
+        parser.add_argument_group(
+            "cost", "prices in dollars per hour; --machine gives a system's hardware"
+        )
     )
-    group = parser.add_argument_group(
-        "cost", "prices in dollars per hour; --machine gives a system's hardware"
-    )
-    group.add_argument("--gpu-price", type=float, default=PRICES.gpu, help="price of a GPU")
-    group.add_argument(
-        "--dram-price", type=float, default=PRICES.dram_gb, help="price of 1 GB DRAM"
-    )
-    group.add_argument("--ssd-price", type=float, default=PRICES.ssd_gb, help="price of 1 GB SSD")
-    group.add_argument(
-        "--machine",
+    option("--gpu-price", PRICES.gpu, "price of a GPU")
+    option("--dram-price", PRICES.dram_gb, "price of 1 GB DRAM")
+    option("--ssd-price", PRICES.ssd_gb, "price of 1 GB SSD")
+    option(
+        "--machine SYSTEM:GPUS,DRAM_GB,SSD_GB",
+        [],
+        "hardware of a system (default: 1,0,0)",
         action="append",
-        default=[],
-        metavar="SYSTEM:GPUS,DRAM_GB,SSD_GB",
-        help="hardware of a system (default: 1,0,0)",
     )
 
 

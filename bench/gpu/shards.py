@@ -37,6 +37,7 @@ from tutti.bench.gpu.cases import Case, RoundPlan, Row
 from tutti.bench.gpu.facts import clocks, describe_gpu, describe_host
 from tutti.bench.gpu.report import line_of
 from tutti.bench.gpu.rig import GpuUnderTest
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, CudaError, TuttiError
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
@@ -267,13 +268,13 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tutti.bench.gpu.shards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    option = options(parser)
+    option("cases", None, ", ".join(CASES), nargs="*", metavar="CASE")
     for name, default, what in _OPTIONS:
-        what = f"{what}"
-        parser.add_argument(name, default=default, type=type(default), help=what)
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no row after this time")
-    parser.add_argument("--go-on", action="store_true", help="keep earlier rows of these cases")
-    parser.add_argument("--here", metavar="CASE", help="run one case in this process")
+        option(name, default, what, type(default))
+    option("--minutes", 8.0, "start no row after this time")
+    option("--go-on", False, "keep earlier rows of these cases")
+    option("--here CASE", None, "run one case in this process")
     args = parser.parse_args(arguments)
     if args.here:
         code = _run_here(args.here, args)
@@ -281,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         os._exit(code)  # a context that is stuck is not waited for
     out, began_s = Path(args.out), time.monotonic()
     given = vars(args)
-    options = [
+    words = [
         text for name, *_ in _OPTIONS for text in (name, str(given[name[2:].replace("-", "_")]))
     ]
     try:
@@ -297,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
         if left_s < _LEFT_S:
             print(f"{name} and what follows are left for the next run", flush=True)
             return 1
-        content = _run_apart(name, options, out, left_s)
+        content = _run_apart(name, words, out, left_s)
         is_whole = is_whole and bool(content.get("complete"))
         why = "done" if content.get("complete") else content.get("stopped", "no result")
         print(f"== {name}: {why}, {time.monotonic() - began_s:.0f} s", flush=True)

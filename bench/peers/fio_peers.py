@@ -30,8 +30,7 @@ class _Kind:
         """A batch of bytes from or to a file as large as all batches."""
         block_nbytes, nbytes = self.block_nbytes or plan.page_nbytes, plan.batch_nbytes
         return FioJob(
-            *(path, direction, block_nbytes, plan.batches * nbytes, nbytes),
-            iodepth=self.iodepth,
+            *(path, direction, block_nbytes, plan.batches * nbytes, nbytes), iodepth=self.iodepth
         )
 
 

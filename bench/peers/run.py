@@ -30,6 +30,7 @@ from tutti.bench.peers.fio_peers import FIO, FioPeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout, MediumError
 
 #: Of SGLang 0.5.23: private memory that is advised before it is touched.
@@ -109,51 +110,39 @@ class Sample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option = options(parser)
+    option(
         "--dir",
-        nargs="+",
-        default=["."],
-        help="folders: Tutti's pools have a file in each, the files of all others are in the first",
+        ["."],
+        "folders: Tutti's pools have a file in each, the files of all others are in the first",
     )
-    parser.add_argument(
-        "--peers",
-        nargs="+",
-        choices=[*PEERS, *FIO],
-        default=[*PEERS, "fio"],
-        metavar="PEER",
-        help=f"what to compare: {', '.join([*PEERS, *FIO])} (default: all but fio on hugepages)",
+    option(
+        "--peers PEER",
+        [*PEERS, "fio"],
+        f"what to compare: {', '.join([*PEERS, *FIO])} (default: all but fio on hugepages)",
+        [*PEERS, *FIO],
     )
-    parser.add_argument(
-        "--page-tokens",
-        nargs="+",
-        type=int,
-        default=[64, 16],
-        help="tokens per page (default: 64 16)",
-    )
-    parser.add_argument(
-        "--layout", choices=LAYOUTS, default="page_first", help="SGLang's layout of host memory"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="batches that a launch of a peer stores and loads"
-    )
-    parser.add_argument(
+    option("--page-tokens", [64, 16], "tokens per page (default: 64 16)")
+    option("--layout", "page_first", "SGLang's layout of host memory", LAYOUTS)
+    option("--rounds", 3, "batches that a launch of a peer stores and loads")
+    option(
         "--launches",
-        type=int,
-        default=3,
-        help="times that each peer starts anew: where memory and files lie changes its speed",
+        3,
+        "times that each peer starts anew: where memory and files lie changes its speed",
     )
-    parser.add_argument(
+    option(
         "--host-pages",
-        choices=HOST_PAGES,
-        help="give the memory of all peers large pages in the same way: advise (madvise after the"
+        None,
+        "give the memory of all peers large pages in the same way: advise (madvise after the"
         " first touch), collapse (MADV_COLLAPSE before the rounds), or thp (madvise before the"
         f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way",
+        HOST_PAGES,
     )
-    parser.add_argument("--batches", type=int, default=2, help="batches that a peer keeps stored")
-    parser.add_argument(
+    option("--batches", 2, "batches that a peer keeps stored")
+    option(
         "--allow-sysctl",
-        action="store_true",
-        help="reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
+        False,
+        "reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
     )
 
 

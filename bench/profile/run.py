@@ -18,7 +18,7 @@ from tutti.bench.environment import describe
 from tutti.bench.profile import gpu as profile_gpu
 from tutti.bench.profile.plot import plot_profile
 from tutti.bench.statistics import median
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError
 from tutti.model_config import model_layout
 from tutti.pool.places import is_device
@@ -34,34 +34,28 @@ _SLICES = ("64KiB", "256KiB", "1MiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option = options(parser)
+    option(
         "--medium",
-        nargs="+",
-        default=["."],
-        help="directories, new files *.tutti or blank devices on the medium; test data is removed"
+        ["."],
+        "directories, new files *.tutti or blank devices on the medium; test data is removed"
         " afterwards (default: the current directory)",
     )
-    parser.add_argument(
-        "--force", action="append", default=[], metavar="SERIAL", help="overwrite this drive"
-    )
-    parser.add_argument("--out", default="profile.json", help="file for the profile")
-    parser.add_argument(
+    option("--force SERIAL", [], "overwrite this drive", action="append")
+    option("--out", "profile.json", "file for the profile")
+    option(
         "--model",
-        default="llama-3.1-8b",
-        help="model to estimate for: a folder, a name in Hugging Face's local cache, or one of "
+        "llama-3.1-8b",
+        "model to estimate for: a folder, a name in Hugging Face's local cache, or one of "
         f"{', '.join(sorted(DENSE_MODELS))}; of others the estimate scales with the layers",
     )
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="GPU to estimate for")
-    parser.add_argument("--page-tokens", type=int, default=64, help="tokens per page")
-    parser.add_argument("--sizes", nargs="+", default=_SIZES, help="bytes of one transfer")
-    parser.add_argument(
-        "--slices", nargs="+", default=_SLICES, help="contiguous pieces of a transfer in memory"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="measurements per point")
-    parser.add_argument(
-        "--file-size", default="1GiB", help="size of the test file, written once before measuring"
-    )
-    parser.add_argument("--fresh", action="store_true", help="discard an interrupted run")
+    option("--gpu", "H100", "GPU to estimate for", sorted(GPUS))
+    option("--page-tokens", 64, "tokens per page")
+    option("--sizes", _SIZES, "bytes of one transfer")
+    option("--slices", _SLICES, "contiguous pieces of a transfer in memory")
+    option("--repeats", 5, "measurements per point")
+    option("--file-size", "1GiB", "size of the test file, written once before measuring")
+    option("--fresh", False, "discard an interrupted run")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

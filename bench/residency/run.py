@@ -36,7 +36,7 @@ from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import median
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
 
@@ -47,46 +47,37 @@ _SHARE = 0.965
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", default=".", help="directory for the pool's file")
-    parser.add_argument("--working-set", default="1GiB", help="bytes of the working set, W")
-    parser.add_argument(
-        "--limits",
-        nargs="+",
-        type=float,
-        default=[0.2, 0.4, 0.6, 0.8, 1.0, 1.2],
-        help="memory limits as fractions of the working set",
+    option = options(parser)
+    option("--dir", ".", "directory for the pool's file")
+    option("--working-set", "1GiB", "bytes of the working set, W")
+    option(
+        "--limits", [0.2, 0.4, 0.6, 0.8, 1.0, 1.2], "memory limits as fractions of the working set"
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=CONFIGURATIONS,
-        default=list(CONFIGURATIONS),
-        metavar="NAME",
-        help="ways to measure: " + ", ".join(CONFIGURATIONS) + " (default: all)",
+    option(
+        "--only NAME",
+        list(CONFIGURATIONS),
+        "ways to measure: " + ", ".join(CONFIGURATIONS) + " (default: all)",
+        CONFIGURATIONS,
     )
-    parser.add_argument("--shape", default="4x256KiB", help="shape of an object")
-    parser.add_argument("--batch", default="32MiB", help="bytes per put or load")
-    parser.add_argument("--rounds", type=int, default=4, help="times that the working set is read")
-    parser.add_argument(
-        "--share",
-        type=float,
-        default=_SHARE,
-        help="share of free memory that the page cache may use",
-    )
-    parser.add_argument(
+    option("--shape", "4x256KiB", "shape of an object")
+    option("--batch", "32MiB", "bytes per put or load")
+    option("--rounds", 4, "times that the working set is read")
+    option("--share", _SHARE, "share of free memory that the page cache may use")
+    option(
         "--moving",
-        nargs="*",
-        choices=moving.COURSES,
-        help="measure under a memory limit that changes each half second, slowly, or in steps of "
+        None,
+        "measure under a memory limit that changes each half second, slowly, or in steps of "
         "four seconds (default: all)",
+        moving.COURSES,
+        nargs="*",
     )
-    parser.add_argument("--seconds", type=positive, default=10, help="seconds per changing limit")
-    parser.add_argument(
+    option("--seconds", 10, "seconds per changing limit", positive)
+    option(
         "--pretend",
-        action="store_true",
-        help="simulate the changing limits, which only the monitor sees; needs no control group",
+        False,
+        "simulate the changing limits, which only the monitor sees; needs no control group",
     )
-    parser.add_argument("--out", help="also write the JSON to this file, and a chart next to it")
+    option("--out", None, "also write the JSON to this file, and a chart next to it")
     parser.set_defaults(path=None)
 
 
@@ -97,10 +88,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     direct I/O, MediumError when a cell fails.
     """
     cell = _common(args)
-    refuse(
-        [args.dir],
-        "a pool on a device has no page cache to compare with; give a folder",
-    )
+    refuse([args.dir], "a pool on a device has no page cache to compare with; give a folder")
     (path,) = pool_paths(args, "residency")
     if Path(path).exists():
         raise PoolExists(f"{path} exists; a benchmark overwrites nothing: move it away")

@@ -45,7 +45,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError
 from tutti.scheduler.profile import TableProfile, load_profile
 from tutti.scheduler.roofline import GPUS
@@ -56,38 +56,35 @@ report = simulate_report.report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_arguments(parser)
     group = parser.add_argument_group("simulation")
-    group.add_argument(
+    option = options(group)
+    option(
         "--systems",
-        nargs="+",
-        default=["hbm", "dram", "gds", "tutti"],
-        help="caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti; with "
+        ["hbm", "dram", "gds", "tutti"],
+        "caches to compare: hbm (GPU memory alone), dram, ssd, gds, tutti-paper, tutti; with "
         "-whole or -layers, one that awaits whole loads or single layers (dram-whole, ssd-layers)",
     )
-    group.add_argument(
-        "--software", default="sglang", help="simulated server: sglang, vllm-0.12 or vllm-0.17"
+    option("--software", "sglang", "simulated server: sglang, vllm-0.12 or vllm-0.17")
+    option("--gpu", "H100", "GPU of a server", tuple(GPUS))
+    option(
+        "--drive", "2x D7-PS1010", "drive or drives whose published speeds are used", drive_names()
     )
-    group.add_argument("--gpu", choices=tuple(GPUS), default="H100", help="GPU of a server")
-    group.add_argument(
-        "--drive",
-        choices=drive_names(),
-        default="2x D7-PS1010",
-        help="drive or drives whose published speeds are used",
-    )
-    group.add_argument(
+    option(
         "--calibration",
-        type=Path,
-        default=FILE,
-        help="file with the times of software and systems (default: the installed one)",
+        FILE,
+        "file with the times of software and systems (default: the installed one)",
+        Path,
     )
-    group.add_argument(
+    option(
         "--hbm-tokens",
-        type=positive,
-        help="tokens of KV that fit into a server's GPU memory (default: the calibration's)",
+        None,
+        "tokens of KV that fit into a server's GPU memory (default: the calibration's)",
+        positive,
     )
-    group.add_argument(
+    option(
         "--profile",
-        type=Path,
-        help="file of `tutti profile`; its compute and drive times replace --gpu and --drive",
+        None,
+        "file of `tutti profile`; its compute and drive times replace --gpu and --drive",
+        Path,
     )
     _add_cluster_arguments(group)
     _add_remote_arguments(parser)
@@ -96,77 +93,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     """How many servers there are, and how requests reach them."""
-    group.add_argument("--servers", type=positive, default=1, help="number of servers")
-    group.add_argument(
-        "--servers-per-node",
-        type=positive,
-        default=8,
-        help="servers on one machine, which share its drives",
-    )
-    group.add_argument(
-        "--media", type=positive, help="drives per machine (default: half its number of servers)"
-    )
-    group.add_argument(
+    option = options(group)
+    option("--servers", 1, "number of servers", positive)
+    option("--servers-per-node", 8, "servers on one machine, which share its drives", positive)
+    option("--media", None, "drives per machine (default: half its number of servers)", positive)
+    option(
         "--routers",
-        nargs="+",
-        choices=ROUTERS,
-        default=[ROUND_ROBIN],
-        help="round-robin: servers in turn; prefix: the server with the fewest tokens to compute",
+        [ROUND_ROBIN],
+        "round-robin: servers in turn; prefix: the server with the fewest tokens to compute",
+        ROUTERS,
     )
-    group.add_argument(
-        "--rates",
+    option(
+        "--rates R",
+        [],
+        "requests per second, at random times (default: the trace's own times)",
+        float,
         nargs="*",
-        type=float,
-        default=[],
-        metavar="R",
-        help="requests per second, at random times (default: the trace's own times)",
     )
-    group.add_argument(
-        "--seeds", type=positive, default=1, help="number of seeds of the arrival times"
-    )
-    group.add_argument(
-        "--warm",
-        type=int,
-        default=0,
-        metavar="N",
-        help="requests that fill the caches first; they are not counted",
-    )
-    group.add_argument(
+    option("--seeds", 1, "number of seeds of the arrival times", positive)
+    option("--warm N", 0, "requests that fill the caches first; they are not counted")
+    option(
         "--as-assumed",
-        action="store_true",
-        help="run once, with the assumed settings. Default: repeat with each unpublished setting "
+        False,
+        "run once, with the assumed settings. Default: repeat with each unpublished setting "
         "changed, to show intervals (six times as long; not for a trace)",
     )
-    group.add_argument("--unit-layers", type=positive, default=4, help="layers per transfer")
-    group.add_argument("--csv", type=Path, help="file for TTFT and ITL by rate")
+    option("--unit-layers", 4, "layers per transfer", positive)
+    option("--csv", None, "file for TTFT and ITL by rate", Path)
 
 
 def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """The tier below the drives."""
-    group = parser.add_argument_group("second tier")
-    group.add_argument(
-        "--remote-gb-per-s",
-        nargs="+",
-        type=float,
-        default=[0.0],
-        metavar="B",
-        help="bandwidth between each machine and a shared remote store, per direction; 0: no store",
+    option = options(parser.add_argument_group("second tier"))
+    option(
+        "--remote-gb-per-s B",
+        [0.0],
+        "bandwidth between each machine and a shared remote store, per direction; 0: no store",
     )
-    group.add_argument(
-        "--remote-latency-us", type=float, default=1000.0, help="latency of reading 512 tokens"
-    )
-    group.add_argument(
-        "--remote-capacity",
-        type=parse_nbytes,
-        default=TiB,
-        help="size of the remote store in bytes",
-    )
-    group.add_argument(
-        "--remote-replicate",
-        choices=(SECOND, FIRST),
-        default=SECOND,
-        help="copy pages when stored, or when loaded",
-    )
+    option("--remote-latency-us", 1000.0, "latency of reading 512 tokens")
+    option("--remote-capacity", TiB, "size of the remote store in bytes", parse_nbytes)
+    option("--remote-replicate", SECOND, "copy pages when stored, or when loaded", (SECOND, FIRST))
 
 
 def _remotes(args: argparse.Namespace) -> list[Remote | None]:
@@ -177,31 +143,18 @@ def _remotes(args: argparse.Namespace) -> list[Remote | None]:
 
 def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
     """What is done instead of a simulation."""
-    group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--fit", action="store_true", help="fit the calibration to published points, then stop"
-    )
-    group.add_argument(
-        "--validate", action="store_true", help="compare simulated with published times, then stop"
-    )
-    group.add_argument(
-        "--paper",
-        type=Path,
-        metavar="FOLDER",
-        help="write the CSVs of the paper's figures, then stop",
-    )
-    group.add_argument(
-        "--only",
+    option = options(parser.add_argument_group("calibration"))
+    option("--fit", False, "fit the calibration to published points, then stop")
+    option("--validate", False, "compare simulated with published times, then stop")
+    option("--paper FOLDER", None, "write the CSVs of the paper's figures, then stop", Path)
+    option(
+        "--only NAME",
+        [],
+        "names of figures for --paper, or first letters of points for --validate",
         nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names of figures for --paper, or first letters of points for --validate",
     )
-    group.add_argument(
-        "--effort",
-        type=above_zero,
-        default=0.5,
-        help="factor for the number of requests in --validate and --paper",
+    option(
+        "--effort", 0.5, "factor for the number of requests in --validate and --paper", above_zero
     )
 
 

@@ -18,6 +18,7 @@ from tutti.bench.ttft.metrics import latencies_ms, mean_interval
 from tutti.bench.ttft.output import Output
 from tutti.bench.ttft.session import BenchSession
 from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 
 _OUTPUT_TOKENS = 8
@@ -25,19 +26,15 @@ _OUTPUT_TOKENS = 8
 
 def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     """The other measurement: one request at a time."""
-    group = parser.add_argument_group(
-        "cached prefixes",
-        "send one prompt at a time, of which --prefix-tokens are cached, instead of rates",
+    option = options(
+        parser.add_argument_group(
+            "cached prefixes",
+            "send one prompt at a time, of which --prefix-tokens are cached, instead of rates",
+        )
     )
-    group.add_argument(
-        "--prefix-tokens", type=int, nargs="+", metavar="TOKENS", help="cached tokens of a prompt"
-    )
-    group.add_argument(
-        "--total-tokens", type=positive, default=32 * 1024, help="length of every prompt"
-    )
-    group.add_argument(
-        "--repeats", type=positive, default=3, help="prompts of each length (default 3)"
-    )
+    option("--prefix-tokens TOKENS", None, "cached tokens of a prompt", int, nargs="+")
+    option("--total-tokens", 32 * 1024, "length of every prompt", positive)
+    option("--repeats", 3, "prompts of each length (default 3)", positive)
 
 
 def run_prefix(session: BenchSession, output: Output) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tutti.base.units import format_nbytes
 from tutti.bench.environment import command_line, describe
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.server_control import Control
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments, server_environment
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
@@ -182,34 +182,31 @@ RECIPES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    option = options(parser)
+    option(
         "name",
-        choices=RECIPES,
+        None,
+        "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
+        RECIPES,
         metavar="SYSTEM",
-        help="; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
     )
-    parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument(
+    option("--model", None, "folder or name of the model", required=True)
+    option(
         "--dir",
-        type=Path,
+        [],
+        "a new, empty folder on the SSD, for storage; Tutti takes one on each of several SSDs",
+        Path,
         nargs="+",
-        default=[],
-        help="a new, empty folder on the SSD, for storage; Tutti takes one on each of several SSDs",
     )
-    parser.add_argument("--capacity", type=nbytes, default="256GiB", help="size of the storage")
-    parser.add_argument("--dram", type=nbytes, default="16GB", help="host memory for KV")
-    parser.add_argument("--page-size", type=positive, default=64, help="tokens per page")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=port, default=30000, help="port to listen on")
-    parser.add_argument("--info", type=Path, help="file for a description of the server")
-    parser.add_argument("--keep", action="store_true", help="accept a --dir that is not empty")
-    parser.add_argument("--print", action="store_true", help="print the command only")
-    parser.add_argument(
-        "--more",
-        default="",
-        metavar="='ARGUMENTS'",
-        help="SGLang's own arguments as one text, e.g. --more='--tp 2'",
-    )
+    option("--capacity", "256GiB", "size of the storage", nbytes)
+    option("--dram", "16GB", "host memory for KV", nbytes)
+    option("--page-size", 64, "tokens per page", positive)
+    option("--host", "127.0.0.1", "address to listen on")
+    option("--port", 30000, "port to listen on", port)
+    option("--info", None, "file for a description of the server", Path)
+    option("--keep", False, "accept a --dir that is not empty")
+    option("--print", False, "print the command only")
+    option("--more ='ARGUMENTS'", "", "SGLang's own arguments as one text, e.g. --more='--tp 2'")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from tutti.bench.ttft.sweep import (
 )
 from tutti.bench.ttft.workloads.prompt import Prompt, salted
 from tutti.bench.ttft.workloads.source import add_workload_arguments
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 
 BUILTIN, SGLANG = "builtin", "sglang"
@@ -50,69 +51,50 @@ BUILTIN, SGLANG = "builtin", "sglang"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
     add_workload_arguments(parser)
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--system", default="server", help="name of the server in the results")
-    group.add_argument("--note", default="", help="kept with the results, e.g. what is emulated")
-    group.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[0.25, 0.5, 1.0, 1.5],
-        metavar="REQUESTS_PER_S",
-        help="request rates to measure",
-    )
-    group.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the arrivals"
-    )
-    group.add_argument(
+    option = options(parser.add_argument_group("measurement"))
+    option("--system", "server", "name of the server in the results")
+    option("--note", "", "kept with the results, e.g. what is emulated")
+    option("--rates REQUESTS_PER_S", [0.25, 0.5, 1.0, 1.5], "request rates to measure")
+    option("--seeds", [1, 2, 3], "seeds of the arrivals")
+    option(
         "--arrivals",
-        choices=(POISSON, TRACE),
-        default=POISSON,
-        help="trace: the trace's own times, stretched to each rate; --seeds then has no effect",
+        POISSON,
+        "trace: the trace's own times, stretched to each rate; --seeds then has no effect",
+        (POISSON, TRACE),
     )
-    group.add_argument(
-        "--seconds", type=float, help="send only requests due within this time, per rate"
-    )
-    group.add_argument(
-        "--slo",
-        type=_slo,
+    option("--seconds", None, "send only requests due within this time, per rate", float)
+    option(
+        "--slo ttft:MS,tpot:MS",
+        None,
+        "latency limits that a request must meet; may be repeated; default ttft:1000",
+        _slo,
         action="append",
-        metavar="ttft:MS,tpot:MS",
-        help="latency limits that a request must meet; may be repeated; default ttft:1000",
     )
-    group.add_argument(
+    option(
         "--max-rate",
-        action="store_true",
-        help="also search for the highest rate with a mean TTFT within --ttft-limit-ms, and the "
+        False,
+        "also search for the highest rate with a mean TTFT within --ttft-limit-ms, and the "
         f"highest rate at which a share of {ATTAINMENT_MIN:g} of the requests meets each SLO",
     )
-    group.add_argument(
-        "--ttft-limit-ms", type=float, default=1000.0, help="mean TTFT that --max-rate allows"
-    )
-    group.add_argument(
-        "--tolerance", type=float, default=0.05, help="tolerance of the search (default 0.05)"
-    )
-    group.add_argument(
-        "--rate-limit", type=float, default=64.0, help="highest rate that --max-rate tries"
-    )
-    group.add_argument(
+    option("--ttft-limit-ms", 1000.0, "mean TTFT that --max-rate allows")
+    option("--tolerance", 0.05, "tolerance of the search (default 0.05)")
+    option("--rate-limit", 64.0, "highest rate that --max-rate tries")
+    option(
         "--client",
-        choices=(BUILTIN, SGLANG),
-        default=BUILTIN,
-        help="client that sends the requests: Tutti's own or sglang.bench_serving",
+        BUILTIN,
+        "client that sends the requests: Tutti's own or sglang.bench_serving",
+        (BUILTIN, SGLANG),
     )
-    group.add_argument(
-        "--sglang-python", default=sys.executable, help="interpreter that has sglang.bench_serving"
-    )
-    group.add_argument("--tokenizer", help="folder or name for sglang.bench_serving's --model")
-    group.add_argument("--out", type=Path, help="new folder for result.json and all requests")
-    group.add_argument(
-        "--compare",
-        type=Path,
-        nargs="+",
-        metavar="RESULT",
-        help="do not measure; show earlier results with the same arrivals side by side, and write "
+    option("--sglang-python", sys.executable, "interpreter that has sglang.bench_serving")
+    option("--tokenizer", None, "folder or name for sglang.bench_serving's --model")
+    option("--out", None, "new folder for result.json and all requests", Path)
+    option(
+        "--compare RESULT",
+        None,
+        "do not measure; show earlier results with the same arrivals side by side, and write "
         "OUT.png, OUT.svg and OUT.csv",
+        Path,
+        nargs="+",
     )
     add_prefix_arguments(parser)
 

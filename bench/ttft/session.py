@@ -22,6 +22,7 @@ from tutti.bench.ttft.server_control import Control
 from tutti.bench.ttft.sweep import Point, Stopped
 from tutti.bench.ttft.workloads.prompt import FORMS, IDS, TEXT, Prompt, PromptPart, Renderer, salted
 from tutti.bench.ttft.workloads.source import Workload, build_workload
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 
 COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
@@ -34,46 +35,33 @@ Listener = Callable[[dict[str, Any], Sequence[Record]], None]
 
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     """Which server, how it is asked, and in which state it starts."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
-    group.add_argument("--api-key", help="sent as a bearer token; a flush may need the admin key")
-    group.add_argument(
-        "--api",
-        choices=(GENERATE, CHAT),
-        default=GENERATE,
-        help="SGLang's own API, or OpenAI's chat for other servers",
+    option = options(parser.add_argument_group("server"))
+    option("--url", "http://127.0.0.1:30000", "address of the server")
+    option("--api-key", None, "sent as a bearer token; a flush may need the admin key")
+    option(
+        "--api", GENERATE, "SGLang's own API, or OpenAI's chat for other servers", (GENERATE, CHAT)
     )
-    group.add_argument(
+    option(
         "--form",
-        choices=FORMS,
-        help="prompts as token ids or text (default: text for real texts, ids for generated ones)",
+        None,
+        "prompts as token ids or text (default: text for real texts, ids for generated ones)",
+        FORMS,
     )
-    group.add_argument(
-        "--vocabulary",
-        type=positive,
-        default=32_000,
-        help="generated token ids are below this number",
-    )
-    group.add_argument("--timeout-s", type=float, default=600.0, help="deadline of a request")
-    group.add_argument(
+    option("--vocabulary", 32_000, "generated token ids are below this number", positive)
+    option("--timeout-s", 600.0, "deadline of a request")
+    option(
         "--start",
-        choices=(COLD, POPULATED, AS_IS),
-        default=COLD,
-        help="initial state. cold: no earlier KV can hit, at any point; populated: every document "
+        COLD,
+        "initial state. cold: no earlier KV can hit, at any point; populated: every document "
         "was computed once, then the server's own cache flushed",
+        (COLD, POPULATED, AS_IS),
     )
-    group.add_argument(
-        "--no-flush", action="store_true", help="never flush the server's cache between points"
-    )
-    group.add_argument(
-        "--settle-s", type=float, default=2.0, help="pause for write-through before a flush"
-    )
-    group.add_argument(
-        "--warmup",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="share of the requests that are sent first and not counted (default 0.1)",
+    option("--no-flush", False, "never flush the server's cache between points")
+    option("--settle-s", 2.0, "pause for write-through before a flush")
+    option(
+        "--warmup SHARE",
+        0.1,
+        "share of the requests that are sent first and not counted (default 0.1)",
     )
 
 

@@ -26,7 +26,7 @@ from tutti.base.units import GiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.bench.yardsticks.round import SYSTEMS, RoundPlan
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError, Unsupported
 
@@ -42,22 +42,23 @@ _TOTALS = ("requests", "hits", "reads", "misses", "errors", "wrong")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kv-cache", required=True, help="folder kv_cache_benchmark of a checkout")
-    parser.add_argument("--dir", default=".", help="folder for the entries (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=8, help="length of a round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds per system (%(default)s)")
-    parser.add_argument("--model", default="tiny-1b", help="model of the benchmark (%(default)s)")
-    parser.add_argument("--users", type=int, default=4, help="users in the workload (%(default)s)")
-    parser.add_argument("--seed", type=int, default=42, help="seed of the workload (%(default)s)")
-    parser.add_argument("--capacity", default="1GiB", help="bytes of entries kept (%(default)s)")
-    parser.add_argument("--memory", default="6GiB", help="limit of a round's process (%(default)s)")
-    parser.add_argument(
+    option = options(parser)
+    option("--kv-cache", None, "folder kv_cache_benchmark of a checkout", required=True)
+    option("--dir", ".", "folder for the entries (%(default)s)")
+    option("--seconds", 8, "length of a round (%(default)s)")
+    option("--rounds", 4, "rounds per system (%(default)s)")
+    option("--model", "tiny-1b", "model of the benchmark (%(default)s)")
+    option("--users", 4, "users in the workload (%(default)s)")
+    option("--seed", 42, "seed of the workload (%(default)s)")
+    option("--capacity", "1GiB", "bytes of entries kept (%(default)s)")
+    option("--memory", "6GiB", "limit of a round's process (%(default)s)")
+    option(
         "--durability",
-        choices=("process", "flush"),
-        default="flush",
-        help="durability of tutti and direct; the own backend always flushes (%(default)s)",
+        "flush",
+        "durability of tutti and direct; the own backend always flushes (%(default)s)",
+        ("process", "flush"),
     )
-    parser.add_argument("--out", type=Path, help="also write the result to this file (JSON)")
+    option("--out", None, "also write the result to this file (JSON)", Path)
 
 
 def revision_of(folder: str) -> dict[str, str]:

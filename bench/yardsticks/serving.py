@@ -37,7 +37,7 @@ from tutti.bench.environment import describe
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.recipes import RECIPES
 from tutti.bench.ttft.server_control import Control
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.bench.yardsticks.serving_steps import STEPS, Target, steps_of, warm_up
 from tutti.bench.yardsticks.sglang_clients import Clients
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError, Unsupported
@@ -66,32 +66,31 @@ _BOUNDED = ("hicache-file", "tutti-hicache", "tutti-linker")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("--model", required=True, help="folder or name of a model with tokenizer")
-    parser.add_argument("--dir", default=".", help="folder on the drive (%(default)s)")
-    parser.add_argument(
-        "--systems", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all"
-    )
-    parser.add_argument("--capacity", default="1GiB", help="size of the storage (%(default)s)")
+    option = options(parser)
+    option("--model", None, "folder or name of a model with tokenizer", required=True)
+    option("--dir", ".", "folder on the drive (%(default)s)")
+    option("--systems", list(RECIPES), "default: all", RECIPES)
+    option("--capacity", "1GiB", "size of the storage (%(default)s)")
     what = f"also measure a storage that evicts, with {', '.join(_BOUNDED)}"
-    parser.add_argument("--small-capacity", metavar="SIZE", help=what)
-    parser.add_argument("--passes", type=int, default=3, help="of all systems (%(default)s)")
-    parser.add_argument("--dram", default="1GB", help="host memory for KV (%(default)s)")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens per page (%(default)s)")
-    parser.add_argument("--groups", type=int, default=12, help="shared prefixes (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=3, help="prompts per group (%(default)s)")
-    parser.add_argument("--prefix-tokens", type=int, default=512, help="shared part (%(default)s)")
+    option("--small-capacity SIZE", None, what)
+    option("--passes", 3, "of all systems (%(default)s)")
+    option("--dram", "1GB", "host memory for KV (%(default)s)")
+    option("--page-size", 64, "tokens per page (%(default)s)")
+    option("--groups", 12, "shared prefixes (%(default)s)")
+    option("--prompts", 3, "prompts per group (%(default)s)")
+    option("--prefix-tokens", 512, "shared part (%(default)s)")
     what = "tokens of a question that no other request has (%(default)s)"
-    parser.add_argument("--question-tokens", type=int, default=64, help=what)
-    parser.add_argument("--clients", type=int, default=6, help="multi-turn clients (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns per client (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=8, help="per answer (%(default)s)")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests/s (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (%(default)s)")
-    parser.add_argument("--bench-multiturn", type=Path, help=f"a copy of {SCRIPT}")
-    parser.add_argument("--note", default="", help="kept with the result")
+    option("--question-tokens", 64, what)
+    option("--clients", 6, "multi-turn clients (%(default)s)")
+    option("--rounds", 4, "turns per client (%(default)s)")
+    option("--output-tokens", 8, "per answer (%(default)s)")
+    option("--rate", 4.0, "requests/s (%(default)s)")
+    option("--seed", 1, "seed of the prompts (%(default)s)")
+    option("--bench-multiturn", None, f"a copy of {SCRIPT}", Path)
+    option("--note", "", "kept with the result")
     what = "more arguments for SGLang, in one word: --more='...'"
-    parser.add_argument("--more", default="", metavar="ARGUMENTS", help=what)
-    parser.add_argument("--out", type=Path, help="also write the result to this file (JSON)")
+    option("--more ARGUMENTS", "", what)
+    option("--out", None, "also write the result to this file (JSON)", Path)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

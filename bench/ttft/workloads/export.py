@@ -22,7 +22,7 @@ from tutti.bench.ttft.workloads.source import (
     build_workload,
     mooncake_requests,
 )
-from tutti.bench.writable import check_writable
+from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, system_message
 
 OPENAI, MOONCAKE = "openai", "mooncake"
@@ -30,20 +30,17 @@ OPENAI, MOONCAKE = "openai", "mooncake"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_arguments(parser)
-    group = parser.add_argument_group("export")
-    group.add_argument(
-        "--format", choices=(OPENAI, MOONCAKE), default=OPENAI, help="format of --out"
-    )
-    group.add_argument("--out", type=Path, help="file to write (default: write nothing)")
-    group.add_argument("--rate", type=float, default=1.0, help="requests/s of the timestamps")
-    group.add_argument("--seed", type=int, default=1, help="seed of the arrivals")
-    group.add_argument(
-        "--capacity-tokens",
-        type=int,
+    option = options(parser.add_argument_group("export"))
+    option("--format", OPENAI, "format of --out", (OPENAI, MOONCAKE))
+    option("--out", None, "file to write (default: write nothing)", Path)
+    option("--rate", 1.0, "requests/s of the timestamps")
+    option("--seed", 1, "seed of the arrivals")
+    option(
+        "--capacity-tokens N",
+        [],
+        "print the hit rates of plain LRU caches of so many tokens",
+        int,
         nargs="*",
-        default=[],
-        metavar="N",
-        help="print the hit rates of plain LRU caches of so many tokens",
     )
 
 

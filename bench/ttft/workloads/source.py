@@ -18,6 +18,7 @@ from tutti.bench.ttft.workloads.documents import load_documents
 from tutti.bench.ttft.workloads.orders import AS_GIVEN, ORDERS, ROUND_ROBIN, SHUFFLED, arrange
 from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart, block_ids
 from tutti.bench.ttft.workloads.synthetic import TABLES, generate_documents
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 
 MOONCAKE = "mooncake"
@@ -82,45 +83,34 @@ class Workload:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """What to send, and in which order."""
-    group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--workload",
-        choices=NAMES,
-        default="leval-synthetic",
-        metavar="NAME",
-        help="leval, loogle: real texts (--data or --hub); leval-synthetic, loogle-synthetic: "
+    option = options(parser.add_argument_group("workload"))
+    option(
+        "--workload NAME",
+        "leval-synthetic",
+        "leval, loogle: real texts (--data or --hub); leval-synthetic, loogle-synthetic: "
         "their lengths, generated content; sharegpt-synthetic, multiturn-synthetic: conversations; "
         "mooncake: a trace (--data FILE)",
+        NAMES,
     )
-    group.add_argument("--data", type=Path, help="folder of .jsonl files, or the trace")
-    group.add_argument("--hub", action="store_true", help="fetch the data set's files")
-    group.add_argument(
-        "--tasks", nargs="*", default=[], metavar="TASK", help="tasks to include (default: all)"
+    option("--data", None, "folder of .jsonl files, or the trace", Path)
+    option("--hub", False, "fetch the data set's files")
+    option("--tasks TASK", [], "tasks to include (default: all)", nargs="*")
+    option("--order", None, "order of requests (default: shuffled; round-robin for LooGLE)", ORDERS)
+    option(
+        "--requests N",
+        None,
+        "number of requests (default: 3000; LooGLE 4000; a trace: all)",
+        positive,
     )
-    group.add_argument(
-        "--order",
-        choices=ORDERS,
-        help="order of requests (default: shuffled; round-robin for LooGLE)",
-    )
-    group.add_argument(
-        "--requests",
-        type=positive,
-        metavar="N",
-        help="number of requests (default: 3000; LooGLE 4000; a trace: all)",
-    )
-    group.add_argument("--workload-seed", type=int, default=1, help="seed of the requests")
-    group.add_argument(
+    option("--workload-seed", 1, "seed of the requests")
+    option(
         "--context-tokens",
-        type=positive,
-        default=128 * 1024,
-        help="skip requests longer than this, prompt and answer together",
+        128 * 1024,
+        "skip requests longer than this, prompt and answer together",
+        positive,
     )
-    group.add_argument(
-        "--scale", type=float, default=1.0, help="factor for the lengths of generated documents"
-    )
-    group.add_argument(
-        "--skip-malformed", action="store_true", help="skip malformed rows and count them"
-    )
+    option("--scale", 1.0, "factor for the lengths of generated documents")
+    option("--skip-malformed", False, "skip malformed rows and count them")
 
 
 def build_workload(args: argparse.Namespace, context_tokens: int | None = None) -> Workload:
