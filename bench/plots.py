@@ -15,31 +15,6 @@ COLOURS = (
 _STYLES = ("-", "--", ":", "-.")
 
 
-def plot_compare(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
-    """Draws the speed ratios of one case with their intervals and the noise floor.
-
-    Returns False, and draws nothing, without matplotlib or without a ratio to draw.
-    """
-    cells = {name: cell for name, cell in result["cells"].items() if "speed_ratio" in cell}
-    canvas = blank_figure(1) if cells else None
-    if canvas is None:
-        return False
-    figure, (axis,) = canvas
-    for row, cell in enumerate(cells.values()):
-        _draw_interval(axis, row, cell["speed_ratio"], COLOURS[0])
-        if "noise" in cell:
-            _draw_interval(axis, row + 0.25, cell["noise"]["speed_ratio"], COLOURS[7])
-    names = [f"{name}\n{cell['a']['name']} / {cell['b']['name']}" for name, cell in cells.items()]
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.invert_yaxis()
-    axis.set_xlabel("ratio of GB/s, median and 95 % interval; grey: b against itself")
-    axis.set_title(result["case"])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return True
-
-
 def plot_paths(result: dict[str, Any], path: str | os.PathLike[str]) -> bool:
     """Draws GB/s and p99 of reads over the depth, a line for each path and size of block.
 
@@ -83,9 +58,3 @@ def blank_figure(columns: int) -> tuple[Any, Any] | None:
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, max(1, columns), i + 1) for i in range(columns)]
     return figure, axes
-
-
-def _draw_interval(axis: Any, row: float, interval: dict[str, float], colour: str) -> None:
-    median = interval["median"]
-    errors = [[median - interval["low"]], [interval["high"] - median]]
-    axis.errorbar([median], [row], xerr=errors, fmt="o", color=colour, capsize=3)

@@ -15,7 +15,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
-from tutti.bench.statistics import bootstrap_median, median
+from tutti.bench.statistics import bootstrap_median, interval_text, median
 from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring import _native
@@ -63,21 +63,24 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    headers = ["depth", "commands a doorbell", "million commands/s", "ns a command", "CPU ns"]
-    rows = [
+HEAD = ("depth", "commands a doorbell", "million commands/s", "CPU ns a command")
+
+
+def rows_of(result: dict[str, Any]) -> list[list[object]]:
+    return [
         [
-            row["depth"],
-            row["batch"],
-            round(row["commands_per_s"]["median"] / 1e6, 2),
-            round(1e9 / row["commands_per_s"]["median"], 1),
-            round(row["cpu_ns_per_command"], 1),
+            *(row["depth"], row["batch"]),
+            interval_text({name: value / 1e6 for name, value in row["commands_per_s"].items()}),
+            f"{row['cpu_ns_per_command']:.0f}",
         ]
         for row in result["rows"]
     ]
+
+
+def report(result: dict[str, Any]) -> str:
     block = format_nbytes(result["block_nbytes"])
     what = f"{result['source']}: reads of {block} from a controller in memory"
-    return f"{table(headers, rows)}\n{what}; no bytes are moved: the rings alone"
+    return f"{table(HEAD, rows_of(result))}\n{what}; no bytes are moved: the rings alone"
 
 
 def read_commands(depth: int, batch: int, block_nbytes: int, commands: int) -> tuple[float, float]:

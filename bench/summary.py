@@ -35,6 +35,7 @@ from tutti.bench import (
     many_drives,
     paths,
     replay,
+    ring,
     second_tier,
     short,
     soak_report,
@@ -44,7 +45,7 @@ from tutti.bench import (
     window,
 )
 from tutti.bench.charts import Bars, bars_svg
-from tutti.bench.compare.run import members_note
+from tutti.bench.compare import run as compare
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -53,7 +54,7 @@ from tutti.bench.residency import run as residency
 from tutti.bench.simulate import report as simulate
 from tutti.bench.slack import decisions
 from tutti.bench.slack import report as slack_report
-from tutti.bench.statistics import interval_text, median
+from tutti.bench.statistics import median
 from tutti.bench.yardsticks import run as yardsticks
 from tutti.bench.yardsticks import serving
 from tutti.errors import ConfigError
@@ -163,32 +164,9 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def _compare(result: dict[str, Any]) -> str:
-    rows, facts = [], []
-    for name, cell in result["cells"].items():
-        if "speed_ratio" not in cell:
-            facts += [f"* {name}: {_plain(cell)}"]
-            continue
-        facts += [f"* {name}: {cell['bar']}"] if "bar" in cell else []
-        a, b, noise = cell["a"], cell["b"], cell.get("noise")
-        rows.append(
-            [
-                name,
-                f"{a['name']} {a['median_gb_per_s']:.2f}",
-                f"{b['name']} {b['median_gb_per_s']:.2f}",
-                interval_text(cell["speed_ratio"]),
-                interval_text(noise["speed_ratio"]) if noise else "",
-                f"{a['median_cpu_s_per_gb']:.3f}",
-                f"{b['median_cpu_s_per_gb']:.3f}",
-                interval_text(cell["cpu_ratio"]),
-                interval_text(cell["cpu_difference_s_per_gb"]),
-            ]
-        )
-    head = [
-        *("cell", "a GB/s", "b GB/s", "a/b speed", "b/b speed (noise)"),
-        *("a CPU-s/GB", "b CPU-s/GB", "a/b CPU", "a-b CPU-s/GB"),
-    ]
-    facts += [f"* {note}" for note in members_note(result)]
-    return "\n".join([*(_markdown(head, rows) if rows else []), *facts, *_runs(result["cells"])])
+    rows, facts = compare.rows_of(result), [f"* {note}" for note in compare.notes_of(result)]
+    tables = _markdown(compare.HEAD, rows) if rows else []
+    return "\n".join([*tables, *facts, *_runs(result["cells"])])
 
 
 def _runs(cells: dict[str, Any]) -> list[str]:
@@ -201,35 +179,11 @@ def _runs(cells: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _plain(facts: dict[str, Any]) -> str:
-    words = []
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            words.append(f"{name} ({_plain(value)})")
-        else:
-            words.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(words).replace("_", " ")
-
-
 def _replay(result: dict[str, Any]) -> str:
     hits = _markdown(replay.HITS, replay.hit_rows(result))
     speeds = _markdown(replay.SPEEDS, replay.speed_rows(result))
     notes = [line for note in replay.notes_of(result) for line in ("", note)]
     return "\n".join([*hits, "", *speeds, *notes])
-
-
-def _ring(result: dict[str, Any]) -> str:
-    head = ["depth", "commands a doorbell", "million commands/s", "CPU ns a command"]
-    rows = [
-        [
-            row["depth"],
-            row["batch"],
-            interval_text({name: value / 1e6 for name, value in row["commands_per_s"].items()}),
-            f"{row['cpu_ns_per_command']:.0f}",
-        ]
-        for row in result["rows"]
-    ]
-    return "\n".join(_markdown(head, rows))
 
 
 def _peers(result: dict[str, Any]) -> str:
@@ -304,7 +258,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "replay": _replay,
     "residency": _table_of(residency),
     "residency-moving": _table_of(moving),
-    "ring": _ring,
+    "ring": lambda result: "\n".join(_markdown(ring.HEAD, ring.rows_of(result))),
     "second_tier": _table_of(second_tier),
     "serving": _table_of(serving),
     "simulate": _simulate,

@@ -40,6 +40,8 @@ from tutti.gio_uring.memory import HostBuffer
 PHASES = ("store", "retrieve")
 _FILE_BARS = {"store": 2.0, "retrieve": 1.5}  # times a file per object
 _DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
+_PREFIX_SHAPE = "16x128KiB"  # of the pages of a long prefix
+_CHURN = 10  # bytes stored over capacity
 # What a store keeps on hugepages besides registered memory: record staging, its engine's lists.
 _STORE_NBYTES = 256 * MiB
 
@@ -55,8 +57,6 @@ class Setup:
     size_nbytes: int
     round_s: float
     prefix_pages: int
-    prefix_shape: str
-    churn: float
     records: int
     memory: tuple[str, ...]
     only: str
@@ -130,7 +130,7 @@ def layerwise_fio(setup: Setup) -> Cells:
     cells: Cells = {}
     for memory, bounded in itertools.product(setup.memory, (True, False)):
         buffers = "fio's 8 MiB of buffers" if bounded else "a page of memory for every page"
-        cell = f"{setup.prefix_pages} pages of {setup.prefix_shape}, {memory} pages, {buffers}"
+        cell = f"{setup.prefix_pages} pages of {_PREFIX_SHAPE}, {memory} pages, {buffers}"
         if setup.wanted(cell):
             plan = _prefix_plan(setup, hugepages=memory == "huge")
             if bounded:
@@ -145,9 +145,7 @@ def churned(setup: Setup) -> Cells:
     progress = setup.progress
     with setup.pool("fresh", plan) as fresh, setup.pool("churned", plan) as aged:
         fresh.store.clear(deallocate=False)
-        objects = churn(
-            aged, int(setup.churn * plan.capacity_nbytes), seed=setup.seed, progress=progress
-        )
+        objects = churn(aged, _CHURN * plan.capacity_nbytes, seed=setup.seed, progress=progress)
         for workload in (fresh, aged):
             workload.fill(setup.prefix_pages)
         nbytes = _prefix_round(setup, plan)
@@ -394,7 +392,7 @@ def _round_nbytes(setup: Setup, gb_per_s: float) -> int:
 
 def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
     """A pool with room for the prefix and half as much again, besides the reserve."""
-    shape = parse_shape(setup.prefix_shape)
+    shape = parse_shape(_PREFIX_SHAPE)
     capacity_nbytes = max(setup.size_nbytes, setup.prefix_pages * shape.object_nbytes * 3 // 2)
     return PoolPlan(
         shape, capacity_nbytes, hugepages=hugepages, load_pages=setup.prefix_pages, seed=setup.seed

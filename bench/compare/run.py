@@ -21,7 +21,6 @@ from tutti.base.units import parse_nbytes
 from tutti.bench.compare.cases import CASES, Setup
 from tutti.bench.compare.paired import PAIRS_MIN
 from tutti.bench.environment import describe
-from tutti.bench.plots import plot_compare
 from tutti.bench.statistics import interval_text
 from tutti.bench.writable import options
 from tutti.errors import TuttiError
@@ -39,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--size", "4GiB", "size of pools and of fio's file (default: %(default)s)")
     option("--seconds", 2.0, "length of a round (default: %(default)s)")
     option("--prefix-pages", 1024, "pages of a long prefix (%(default)s)")
-    option("--prefix-shape", "16x128KiB", "shape of its pages (default: %(default)s)")
-    option("--churn", 10.0, "bytes stored over capacity (%(default)s)")
     option("--records", 1_000_000, "records to recover (default: %(default)s)")
     option(
         "--memory",
@@ -65,8 +62,6 @@ def setup_of(args: argparse.Namespace) -> Setup:
         size_nbytes=parse_nbytes(args.size),
         round_s=args.seconds,
         prefix_pages=args.prefix_pages,
-        prefix_shape=args.prefix_shape,
-        churn=args.churn,
         records=args.records,
         memory=tuple(args.memory),
         only=args.only,
@@ -89,36 +84,51 @@ def run_case(name: str, setup: Setup) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    headers = ["cell", "a", "GB/s", "b", "GB/s", "a/b speed", "b/b speed", "a-b CPU-s/GB"]
-    rows, notes = [], []
-    for name, cell in result["cells"].items():
-        if "speed_ratio" not in cell:
-            notes += [f"{name}: {json.dumps(cell, indent=2)}"]
-            continue
-        notes += [f"{name}: {cell['bar']}"] if "bar" in cell else []
-        noise = cell.get("noise")
-        rows.append(
-            [
-                name,
-                cell["a"]["name"],
-                round(cell["a"]["median_gb_per_s"], 2),
-                cell["b"]["name"],
-                round(cell["b"]["median_gb_per_s"], 2),
-                interval_text(cell["speed_ratio"]),
-                interval_text(noise["speed_ratio"]) if noise else "",
-                interval_text(cell["cpu_difference_s_per_gb"]),
-            ]
-        )
-    lines = [f"{result['case']}: {result['question']}"]
-    notes += members_note(result)
-    return "\n".join(lines + ([table(headers, rows)] if rows else []) + notes)
+HEAD = (
+    *("cell", "a GB/s", "b GB/s", "a/b speed", "b/b speed (noise)"),
+    *("a CPU-s/GB", "b CPU-s/GB", "a/b CPU", "a-b CPU-s/GB"),
+)
 
 
-def members_note(result: dict[str, Any]) -> list[str]:
-    """That a pool had several members, and what it is compared with had one folder."""
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """The table below HEAD: cells that compare two systems."""
+    return [
+        [
+            name,
+            *(f"{side['name']} {side['median_gb_per_s']:.2f}" for side in (cell["a"], cell["b"])),
+            interval_text(cell["speed_ratio"]),
+            interval_text(cell["noise"]["speed_ratio"]) if "noise" in cell else "",
+            *(f"{side['median_cpu_s_per_gb']:.3f}" for side in (cell["a"], cell["b"])),
+            *(interval_text(cell[what]) for what in ("cpu_ratio", "cpu_difference_s_per_gb")),
+        ]
+        for name, cell in result["cells"].items()
+        if "speed_ratio" in cell
+    ]
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """Other cells, bars, and that a pool had several members and its rival one folder."""
+    shown = {name: cell.get("bar") if "speed_ratio" in cell else _plain(cell)
+             for name, cell in result["cells"].items()}  # fmt: skip
     members = result.get("members", 1)
-    return [f"Tutti: {members} members; all else in the first folder"] if members > 1 else []
+    notes = [f"Tutti: {members} members; all else in the first folder"] if members > 1 else []
+    return [*(f"{name}: {text}" for name, text in shown.items() if text), *notes]
+
+
+def _plain(facts: dict[str, Any]) -> str:
+    words = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            words.append(f"{name} ({_plain(value)})")
+        else:
+            words.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(words).replace("_", " ")
+
+
+def report(result: dict[str, Any]) -> str:
+    rows = rows_of(result)
+    tables = [table(HEAD, rows)] if rows else []
+    return "\n".join([f"{result['case']}: {result['question']}", *tables, *notes_of(result)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in CASES if "all" in args.cases else args.cases:
             result = run_case(name, setup_of(args))
             (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            plot_compare(result, out / f"{name}.png")
             print(report(result), flush=True)
     except TuttiError as error:
         print(f"tutti.bench.compare.run: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ import pytest
 
 from tutti.bench import summary
 from tutti.bench.charts import Bars, bars_svg, bars_text
-from tutti.bench.plots import COLOURS, plot_compare, plot_paths
+from tutti.bench.plots import COLOURS, plot_paths
 
 ROOT = Path(__file__).parents[2]
 CHARTS = [Bars("load, GB/s", [("ours", 2.0), ("theirs <&>", 1.0)]), Bars("none", [("x", 0.0)])]
@@ -47,12 +47,6 @@ def test_the_readmes_picture_is_drawn_from_the_result(tmp_path: Path) -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    interval = {"median": 1.1, "low": 1.0, "high": 1.2}
-    cell = {"a": {"name": "x"}, "b": {"name": "y"}, "speed_ratio": interval}
-    cells = {"one": cell, "two": {**cell, "noise": {"speed_ratio": interval}}, "three": {}}
-    assert plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
-    assert not plot_compare({"case": "c", "cells": {"three": {}}}, tmp_path / "none.png")
-    assert [p.name for p in tmp_path.iterdir()] == ["compare.png"]
     both = [{"path": path, "block_nbytes": n} for path in ("a", "b") for n in (4096, 65536)]
     measured = {"direction": "read", "place": "", "depth": 1, "gb_per_s": 1.0, "p99_us": 1.0}
     assert plot_paths({"rows": [one | measured for one in both]}, tmp_path / "paths.svg")
@@ -64,5 +58,4 @@ def test_without_matplotlib_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    cells = {"one": {"speed_ratio": {"median": 1.0, "low": 0.9, "high": 1.1}}}
-    assert not plot_compare({"case": "c", "cells": cells}, tmp_path / "compare.png")
+    assert not plot_paths({"rows": []}, tmp_path / "paths.png")
