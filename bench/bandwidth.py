@@ -266,7 +266,7 @@ def _measure(
     workload: PoolWorkload, shape: KvPageShape, args: argparse.Namespace, progress: ProgressFactory
 ) -> list[dict[str, Any]]:
     limit = Limit(args.seconds, None if args.gib is None else int(args.gib * GiB))
-    rows = []
+    rows, phases = [], workload.phases(limit, args.prefix_pages)
     with progress(f"objects of {shape}", len(args.phases)) as bar:
         if "store" not in args.phases:
             workload.fill_half()
@@ -279,18 +279,6 @@ def _measure(
                 "context_tokens": workload.batch_pages * PAGE_SIZE if args.contexts else None,
                 "inflight": workload.inflight,
             }
-            rows.append({**facts, "phase": phase, **_phase(workload, phase, limit, args)})
+            rows.append({**facts, "phase": phase, **phases[phase]()})
             bar.advance(1)
     return rows
-
-
-def _phase(
-    workload: PoolWorkload, phase: str, limit: Limit, args: argparse.Namespace
-) -> dict[str, Any]:
-    if phase == "store":
-        return workload.store_phase(limit)
-    if phase == "retrieve":
-        return workload.retrieve_phase(limit)
-    if phase == "mixed":
-        return workload.mixed_phase(limit)
-    return workload.layerwise_phase(limit, workload.prefix(args.prefix_pages))

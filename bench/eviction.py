@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,12 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.bench import belady, eviction_bounds
 from tutti.bench.environment import describe
 from tutti.bench.eviction_pool import GROUP_SLOTS, GROUPS, WINDOW, Pool, play
-from tutti.bench.traces import Synthetic, TraceRequest, generate, read_trace
+from tutti.bench.traces import SYNTHETIC, Synthetic, TraceRequest, generate, requests_of
 from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError
 from tutti.medium.geometry import GROUPS_LEAST
 from tutti.placement.eviction import POLICIES, reserve_slots
 
-SYNTHETIC = "synthetic"
 _RESERVED = ("MQ", "LIRS")
 _THIRD = 1 / 3
 _RUN_SHARE = 0.9
@@ -70,13 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--capacity", [0.084, 0.25, 0.75], "sizes of the pool, as fractions of a trace's blocks")
     option("--group-slots", GROUP_SLOTS, "most slots to evict at once", positive)
     option(
-        "--policies",
-        sorted(POLICIES),
-        "policies to compare (default: all)",
-        sorted(POLICIES),
-        nargs="+",
-    )
-    option(
         "--published",
         False,
         "also play published policies over single blocks (pip install libcachesim)",
@@ -90,7 +81,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         raise ConfigError("--capacity is a share of a trace's blocks, above 0 and at most 1")
     if args.out is not None:
         check_writable(args.out)
-    traces = [(_name(trace), _requests(trace, args.requests)) for trace in args.trace]
+    traces = [(_name(trace), requests_of(trace, args.requests)) for trace in args.trace]
     cells: list[dict[str, Any]] = []
     published: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -335,7 +326,7 @@ def _cells(
     for bound, gaps in zip(_BOUNDS[1:], (False, True), strict=True):
         facts[bound] = min(whole, eviction_bounds.by_classes(blocks, slots, WINDOW, gaps))
     cells = []
-    for policy in (*args.policies, GROUPS):
+    for policy in (*sorted(POLICIES), GROUPS):
         pool = Pool(slots, policy, facts["group_slots"])
         second_found = play(pool, blocks)
         less = belady.least_recently_used(blocks, slots - pool.free_slots)
@@ -455,10 +446,3 @@ def _published(cell: dict[str, Any], requests: Sequence[TraceRequest]) -> dict[s
 
 def _name(trace: str) -> str:
     return trace if trace == SYNTHETIC else Path(trace).stem
-
-
-def _requests(trace: str, limit: int | None) -> list[TraceRequest]:
-    if trace != SYNTHETIC:
-        return read_trace(trace, limit)
-    config = Synthetic()
-    return generate(replace(config, requests=limit or config.requests))

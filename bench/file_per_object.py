@@ -50,7 +50,6 @@ class FilePerObject:
         self._stamps.fill(every, numbered_keys(every))
 
     def close(self) -> None:
-        """Removes the files."""
         self._threads.shutdown()
         for file in self._directory.iterdir():
             file.unlink()

@@ -39,15 +39,12 @@ class DevicePool:
         return self._address
 
     def is_contiguous(self) -> bool:
-        """True."""
         return True
 
     def numel(self) -> int:
-        """Size in bytes."""
         return self._pages * self._layout.object_nbytes
 
     def element_size(self) -> int:
-        """1."""
         return 1
 
     def attach(self, store: ObjectStore) -> DeviceMemory:

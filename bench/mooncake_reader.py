@@ -128,7 +128,6 @@ class Reader:
         return float(self._peer.recv())
 
     def close(self) -> None:
-        """Ends the process."""
         self._peer.send(_END)
 
     def go(self, reads: bool) -> None:

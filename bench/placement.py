@@ -148,7 +148,6 @@ def plot(commands: Iterable[Command], path: Path) -> bool:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table that a terminal shows."""
     rows = [
         (
             p["phase"],

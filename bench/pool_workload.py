@@ -222,6 +222,17 @@ class PoolWorkload:
         self._check(last)
         return {**self._result(meter, before), "prefix_pages": last[0].pages.size if last else 0}
 
+    def phases(
+        self, limit: Limit, prefix_pages: int = 0, prefix: list[int] | None = None
+    ) -> dict[str, Callable[[], dict[str, Any]]]:
+        """By name; layerwise: of a prefix, or of the youngest pages."""
+        return {
+            "store": lambda: self.store_phase(limit),
+            "retrieve": lambda: self.retrieve_phase(limit),
+            "mixed": lambda: self.mixed_phase(limit),
+            "layerwise": lambda: self.layerwise_phase(limit, prefix or self.prefix(prefix_pages)),
+        }
+
     def _puts(self, meter: Meter, limit: Limit) -> None:
         def finish(ticket: PutTicket) -> int:
             result = ticket.wait(WAIT_S)

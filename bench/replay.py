@@ -37,15 +37,7 @@ from tutti.bench.pool_file import (
 )
 from tutti.bench.shape import parse_shape
 from tutti.bench.stamps import Stamps
-from tutti.bench.traces import (
-    BLOCK_TOKENS,
-    Synthetic,
-    TraceRequest,
-    block_keys,
-    generate,
-    reach,
-    read_trace,
-)
+from tutti.bench.traces import BLOCK_TOKENS, SYNTHETIC, TraceRequest, block_keys, reach, requests_of
 from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, MediumError
 from tutti.gio_uring.file_creation import allocate_file
@@ -55,7 +47,6 @@ from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
 WAIT_S = 120.0
-SYNTHETIC = "synthetic"
 _FLOOR_NBYTES = 256 * MiB
 HITS: tuple[str, ...] = ("capacity", "eviction", "objects", "token hits", "block hits", "unlimited")
 HITS += ("MIN (bound)", "plain LRU", "evicted", "wrong")
@@ -113,7 +104,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         raise ConfigError(f"--page-size {args.page_size} does not divide {BLOCK_TOKENS}")
     if args.floor:
         refuse([medium_of(args)], "--floor has fio write a file beside the pool; give a folder")
-    requests = _requests(args)
+    requests = requests_of(args.trace, args.requests, args.seed)
     runs = [
         _replay(args, requests, capacity, eviction, profile, progress)
         for capacity in args.capacity
@@ -299,13 +290,6 @@ def reference_rates(requests: list[TraceRequest], capacity_blocks: int) -> dict[
         "minimum_hit_rate": belady.minimum(blocks, capacity_blocks).hit_rate,
         "lru_hit_rate": belady.least_recently_used(blocks, capacity_blocks).prefix_hit_rate,
     }
-
-
-def _requests(args: argparse.Namespace) -> list[TraceRequest]:
-    if args.trace != SYNTHETIC:
-        return read_trace(args.trace, args.requests)
-    config = Synthetic(seed=args.seed)
-    return generate(replace(config, requests=args.requests or config.requests))
 
 
 def _replay(

@@ -38,7 +38,14 @@ from tutti.bench.environment import describe
 from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
 from tutti.bench.mooncake_reader import ASKED, Reader
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
-from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
+from tutti.bench.statistics import (
+    bootstrap_median,
+    in_turn,
+    interval_text,
+    median,
+    percentile,
+    ratios,
+)
 from tutti.bench.writable import options
 from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig
@@ -197,8 +204,7 @@ def _measure(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[NDArray[np.float64]]] = {name: [] for name in names}
     for number in range(rounds + 1):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in in_turn(names, number):
             call, counter = calls[name]
             before = counter.read()
             taken_s = call()
@@ -249,7 +255,6 @@ def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tutti bench second-tier`."""
     option = options(parser)
     option("--remote mooncake://HOST:PORT", None, "a cluster that runs (default: an own one)")
     add_place_arguments(parser)
@@ -343,7 +348,6 @@ def _fetched(
 
 
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """The table below HEAD."""
     ratio = {"tier": None, "mooncake": result["ratio"]}
     rates: list[list[object]] = [
         [
@@ -361,7 +365,6 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
     bar, ratio = result["local_bar"], result["local_p99_ratio"]
     local = [
         f"{name} {median(times):.2f} ms"
@@ -394,5 +397,4 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n\n".join([table(HEAD, rows_of(result)), *notes_of(result)])

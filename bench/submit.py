@@ -56,9 +56,6 @@ class Cost:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
     option("--pages", [128, 512, 2048, 8192, 16384], "pages per load")
-    option(
-        "--ways WAY", list(WAYS), "engines and movers: " + "; ".join(WAYS) + " (default: all)", WAYS
-    )
     option("--repeats", 101, "measurements per number")
 
 
@@ -67,8 +64,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     if min(args.repeats, *args.pages) < 1:
         raise ConfigError("--pages and --repeats count from 1")
     rows = []
-    with progress("submit", len(args.ways) * len(args.pages)) as bar:
-        for way in args.ways:
+    with progress("submit", len(WAYS) * len(args.pages)) as bar:
+        for way in WAYS:
             for pages in args.pages:
                 rows.append(measure(way, pages, args.repeats))
                 bar.advance(1)

@@ -22,6 +22,7 @@ from tutti.errors import ConfigError
 from tutti.medium.keys import object_keys
 
 BLOCK_TOKENS = 512
+SYNTHETIC = "synthetic"
 _HASH_ID_MAX = 2**64 - 1
 _TOKENS_MAX = 2**40
 _REQUESTS_MAX = 10**6  # of a synthetic trace, which is in memory as a whole: about 1 KB each
@@ -95,6 +96,13 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
     except (OSError, UnicodeDecodeError) as error:
         name = os.path.basename(path)
         raise ConfigError(f"cannot read the trace {name}: {error}; give a .jsonl file") from error
+
+
+def requests_of(trace: str, limit: int | None, seed: int = 1) -> list[TraceRequest]:
+    """The first of a file, or of the generated trace, whose seed counts."""
+    if trace != SYNTHETIC:
+        return read_trace(trace, limit)
+    return generate(Synthetic(seed=seed, requests=limit or Synthetic.requests))
 
 
 def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceRequest]:

@@ -29,7 +29,6 @@ from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.geometry import RECORD_NBYTES, Geometry
 from tutti.medium.keys import KEY_NBYTES, chain_keys
 from tutti.placement.index import Index, SlotState
-from tutti.store import ObjectStore
 
 #: The smallest object that the format accepts, so that the pool is little more than its records.
 SHAPE = KvPageShape(1, 16 * KiB)
@@ -143,21 +142,16 @@ def _open(path: Path, records: int) -> dict[str, Any]:
     with object_store.open(str(path), verify="always", profile=None) as store:
         store.wait_recovered()
         open_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
-        found = _objects(store)
-        index_nbytes = store.stats()["index_nbytes_per_object"]
+        stats = store.stats()
+        found = int(stats["slots"]["ready"] + stats["slots"]["unproven"])
     if found < records:
         raise MediumError(f"{found} of {records} objects were found again; the pool lost some")
     return {
         "open_s": open_s,
         "cpu_s": cpu_s,
         "objects": found,
-        "index_nbytes_per_object": index_nbytes,
+        "index_nbytes_per_object": stats["index_nbytes_per_object"],
     }
-
-
-def _objects(store: ObjectStore) -> int:
-    slots = store.stats()["slots"]
-    return int(slots["ready"] + slots["unproven"])
 
 
 def _read_time(path: Path, geometry: Geometry) -> float:

@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    """What every case needs to know."""
     return Setup(
         directories=tuple(map(Path, args.dir)),
         pairs=args.pairs,

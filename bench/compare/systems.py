@@ -93,16 +93,11 @@ def pool_system(
     name: str, workload: PoolWorkload, phase: str, nbytes: int, prefix_pages: int = 0
 ) -> ComparedSystem:
     """Rounds of puts ("store"), of random batches ("retrieve") or of a prefix ("layerwise")."""
-    limit = Limit(None, nbytes)
-    prefix = workload.prefix(prefix_pages) if phase == "layerwise" else []
-    rounds: dict[str, Callable[[], dict[str, Any]]] = {
-        "store": lambda: workload.store_phase(limit),
-        "retrieve": lambda: workload.retrieve_phase(limit),
-        "layerwise": lambda: workload.layerwise_phase(limit, prefix),
-    }
+    prefix = workload.prefix(prefix_pages) if phase == "layerwise" else None
+    phases = workload.phases(Limit(None, nbytes), prefix=prefix)
 
     def run() -> Round:
-        result = rounds[phase]()
+        result = phases[phase]()
         names = ("mean_run_length", "commands", "evicted", "p50_ms", "p99_ms", "nbytes")
         facts = {
             "backing": workload.backing,
@@ -129,7 +124,6 @@ def fio_file(directory: Path, nbytes: int) -> Iterator[str]:
 
 
 def fio_system(job: FioJob) -> ComparedSystem:
-    """Rounds of one job."""
 
     def run() -> Round:
         result = run_fio(job)

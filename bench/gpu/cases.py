@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,8 +104,7 @@ def round_trips(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 def _trip(machine: GpuUnderTest, way: Way) -> dict[str, Any]:
     load = LayerLoad(64 * KiB, 16, layers=4)
     with MemoryController([64 * MiB]) as medium, ExitStack() as stack:
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
         how: dict[str, Any] = {"controller": medium, "staging_nbytes": 8 * MiB}
         check = stack.enter_context(_checker(machine, pages))
         verdict = check(stack.enter_context(open_engine(machine, way, **how)))
@@ -213,10 +212,8 @@ def against_copies(
         staging_nbytes = 2 * load.nbytes + 64 * MiB
     with ExitStack() as stack:
         # Before the engine: an allocation may wait for its kernels.
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)
-        copies = PlainCopies(machine.driver, pages)
-        stack.callback(copies.close)
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
+        copies = stack.enter_context(closing(PlainCopies(machine.driver, pages)))
         submitter = stack.enter_context(open_engine(machine, way, staging_nbytes=staging_nbytes))
         count = count_for(submitter, pages, direction, plan.round_s)
         ours = tutti_system(way.name, submitter, pages, direction, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,7 @@ def _digests(machine: GpuUnderTest, plan: RoundPlan, blocks: int) -> dict[str, A
     }
     with ExitStack() as stack:
         hashed = stack.enter_context(_Hashed(machine, load, blocks))
-        moved = DevicePages(machine.driver, moved_load, 2)
-        stack.callback(moved.close)
+        moved = stack.enter_context(closing(DevicePages(machine.driver, moved_load, 2)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(machine.host_engine(mover, staging_nbytes=plan.staging_nbytes))
         transfers(gpu, moved, "load", 4)

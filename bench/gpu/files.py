@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,8 +78,8 @@ def _against_bar(
         path = stack.enter_context(_file(plan, bar))
         controller = stack.enter_context(FileController([path]))
         assert controller.info.lba_nbytes == LBA_NBYTES, "files have blocks of 4096 bytes"
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)  # after the engine, whatever becomes of a transfer
+        # Closed after the engine, whatever becomes of a transfer.
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
             machine.host_engine(mover, controller=controller, staging_nbytes=plan.staging_nbytes)

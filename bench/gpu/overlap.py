@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,8 +109,7 @@ def _interfere(
         watch = Stopwatch(torch, gate, KERNELS[name](torch))
         watch.warm_up([whole, compute])
         load = plan.load(256 * KiB)
-        pages = DevicePages(driver, load)
-        stack.callback(pages.close)
+        pages = stack.enter_context(closing(DevicePages(driver, load)))
         gpu = stack.enter_context(
             machine.host_engine(
                 mover,
@@ -242,8 +241,7 @@ def _engine_loads(machine: GpuUnderTest, parts: int) -> Iterator[_Loads]:
     load = _prefix()
     staging_nbytes = 2 * load.nbytes
     with ExitStack() as stack:
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
             machine.host_engine(

@@ -29,7 +29,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One row for a log."""
     if "not_run" in row:
         return f"{row['name']}: NOT RUN, {row['not_run']}"
     _, *cells = _cells(row)

@@ -97,7 +97,6 @@ class DevicePages:
         self.pages = pages.astype(np.uint32)
 
     def close(self) -> None:
-        """Frees the memory."""
         self._driver.free(self.address)
 
 
@@ -204,7 +203,6 @@ class GpuUnderTest:
                 engine.close(_TIMEOUT_S)
 
     def close(self) -> None:
-        """Frees the tables."""
         self.tables.close()
 
 
@@ -361,6 +359,5 @@ class PlainCopies:
                 self._driver.copy(target, source, nbytes, self._stream)
 
     def close(self) -> None:
-        """Frees the pinned memory."""
         self._driver.destroy_stream(self._stream)
         self._pinned.close()

@@ -75,7 +75,6 @@ class FioPeer:
         }
 
     def end(self) -> None:
-        """Removes its file."""
         Path(self._path).unlink(missing_ok=True)
 
 

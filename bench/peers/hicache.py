@@ -61,7 +61,6 @@ class HiCachePeer(Peer):
                 thread.join(COLLAPSE_S)
 
     def close(self) -> None:
-        """Detaches the backend."""
         self._controller.detach_storage_backend()
 
     def memory(self) -> tuple[int, int]:

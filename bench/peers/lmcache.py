@@ -45,13 +45,11 @@ class LMCachePeer(PlainPeer):
         self._parts = [part.data for part in whole.reshape(BATCH_PAGES, -1)]
 
     def open(self) -> None:
-        """Starts the client's threads."""
         from lmcache.lmcache_fs import LMCacheFSClient
 
         self._client: Any = LMCacheFSClient(self._plan.directory, _THREADS, "", True, 0)
 
     def close(self) -> None:
-        """Ends them."""
         self._client.close()
 
     def store(self, batch: int) -> None:
@@ -65,7 +63,6 @@ class LMCachePeer(PlainPeer):
             raise MediumError(f"batch {batch}: only {there.count(True)} pages were loaded")
 
     def exists(self, batches: list[int]) -> int:
-        """One request."""
         names = [name for batch in batches for name in _names(batch)]
         there = self._wait(self._client.submit_batch_exists(names))
         return there.index(False) if False in there else len(there)

@@ -70,14 +70,12 @@ class StorePeer(PlainPeer):
         self._store: ObjectStore | None = None
 
     def open(self) -> None:
-        """Formats and opens the pool."""
         tutti.format(self._paths, self._layout, self._plan.capacity_nbytes)
         config = tutti.StoreConfig(eviction="lru")
         self._store = tutti.open(self._paths, self._layout, config=config)
         self._store.register(self._memory)
 
     def close(self) -> None:
-        """Closes the pool."""
         self._opened.close()
 
     def store(self, batch: int) -> None:
@@ -91,7 +89,6 @@ class StorePeer(PlainPeer):
             raise MediumError(f"batch {batch}: only {ticket.keys} pages are stored")
 
     def exists(self, batches: list[int]) -> int:
-        """One look-up."""
         return int(self._opened.match(np.concatenate([_keys(batch) for batch in batches])))
 
     def kept(self, batch: int) -> Kept:
@@ -115,23 +112,18 @@ class FilesPeer(PlainPeer):
         ]
 
     def open(self) -> None:
-        """Starts the threads."""
         self._threads = ThreadPoolExecutor(_THREADS)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._threads.shutdown()
 
     def store(self, batch: int) -> None:
-        """Writes the files."""
         self._each(batch, os.O_WRONLY | os.O_CREAT, os.pwritev)
 
     def load(self, batch: int) -> None:
-        """Reads the files."""
         self._each(batch, os.O_RDONLY, os.preadv)
 
     def exists(self, batches: list[int]) -> int:
-        """Asks the file system for every page."""
         found = 0
         for batch in batches:
             for page in range(BATCH_PAGES):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from tutti.bench.gpu.cases import Way, copy_engines, open_engine
@@ -73,8 +73,7 @@ def _measure_engines() -> dict[str, dict[str, float]]:
 def engine_times(machine: GpuUnderTest, load: LayerLoad = _LOAD) -> dict[str, float]:
     """Microseconds of one load by each engine, over a medium that moves nothing at tier T0."""
     with ExitStack() as stack:
-        pages = DevicePages(machine.driver, load)
-        stack.callback(pages.close)
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
         ways = [copy_engines(machine), *(Way(kind) for kind in KINDS if _may(machine, kind))]
         times = {}
         for way in ways:

@@ -25,7 +25,6 @@ class MemoryGroup:
         self._cached = "file" if is_v2 else "total_cache"
 
     def limit(self, nbytes: int) -> None:
-        """Sets the limit in bytes."""
         (self.folder / self._limit).write_text(str(nbytes))
 
     def cached_nbytes(self) -> int:
@@ -38,7 +37,6 @@ class MemoryGroup:
 
     @property
     def limit_file(self) -> str:
-        """Where the limit is set."""
         return str(self.folder / self._limit)
 
     @property

@@ -95,7 +95,6 @@ class MovingLimit:
         return nbytes
 
     def start(self) -> None:
-        """Begins the course."""
         self._begin_s = time.monotonic()
         self._thread.start()
 

@@ -16,7 +16,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +34,7 @@ from tutti.bench.residency import moving
 from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
-from tutti.bench.statistics import median
+from tutti.bench.statistics import in_turn, median
 from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember
@@ -148,12 +147,6 @@ def _run_moving(
     if args.out:
         Path(args.out).write_text(json.dumps(result) + "\n")
     return result
-
-
-def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The names, each turn another first and last: what runs late finds a warmer machine."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
 
 
 HEAD = (

@@ -99,12 +99,10 @@ def _values() -> dict[str, Any]:
 
 
 def drive_names() -> list[str]:
-    """Drives that there are parameters of."""
     return list(_values()["drives"])
 
 
 def gpu_names() -> list[str]:
-    """GPUs that there are parameters of."""
     return list(_values()["gpus"])
 
 

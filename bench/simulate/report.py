@@ -65,7 +65,6 @@ def system_of(row: dict[str, Any]) -> str:
 
 
 def point_rows(result: dict[str, Any]) -> list[list[object]]:
-    """The table below POINTS_HEAD."""
     return [
         [
             *(point["name"], f"{point['use']}, {point['by']}", point["server"]),
@@ -89,7 +88,6 @@ def _varies(point: dict[str, Any]) -> bool:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the tables do not say."""
     if "points" in result:
         return [*_tested_notes(result["points"]), *fitted_notes(result["fitted"])]
     workload = result["workload"]
@@ -150,7 +148,6 @@ def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
 
 
 def fitted_notes(fitted: dict[str, float]) -> list[str]:
-    """The fitted values."""
     return [f"{name} = {value:g} (fitted)" for name, value in fitted.items()]
 
 

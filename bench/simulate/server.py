@@ -133,7 +133,6 @@ class SimulatedServer:
         return self.store.match(ids, self.hbm.match(ids))
 
     def arrive(self, number: int, request: TraceRequest) -> None:
-        """A request comes."""
         ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
         loadable = ids[: max(0, (request.input_tokens - 1) // BLOCK_TOKENS)]
         req = SimulatedRequest(number, request, self._timeline.now_ns, ids, loadable)

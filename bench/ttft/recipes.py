@@ -98,10 +98,6 @@ def _hierarchical(options: RecipeOptions, *storage: str) -> list[str]:
     ]
 
 
-def _hbm(options: RecipeOptions) -> Launch:
-    return Launch(_base(options))
-
-
 def _dram(options: RecipeOptions) -> Launch:
     return Launch(_hierarchical(options))
 
@@ -168,7 +164,7 @@ def _lmcache(options: RecipeOptions) -> Launch:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("hbm", "GPU memory alone", _hbm, uses_storage=False),
+        Recipe("hbm", "GPU memory alone", lambda o: Launch(_base(o)), uses_storage=False),
         Recipe("hicache-dram", "HiCache with host memory", _dram, uses_storage=False),
         Recipe("hicache-file", "HiCache with a file per page", _file),
         Recipe("hicache-nixl", "HiCache with NIXL's POSIX plugin", _nixl, needs="nixl"),
@@ -258,7 +254,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The command as a shell would take it."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in result["env"].items()]
     command = " ".join([*settings, shlex.join(result["command"])])
     if result["daemon"]:

@@ -84,6 +84,10 @@ class BenchSession:
     # Drawn anew for every run: what an earlier run stored must not count as a hit.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
+    def __post_init__(self) -> None:
+        timeout_s = self.args.timeout_s
+        self._drive = partial(drive, self.endpoint, self.api, timeout_s=timeout_s)
+
     def ask(self, prompt: Prompt, number: int) -> Run:
         """One request alone."""
         run = Run()
@@ -174,24 +178,6 @@ class BenchSession:
 
     def _value(self, prompt: Prompt, salt: str) -> bytes:
         return self.renderer.json_value(salted(prompt, salt))
-
-    def _drive(
-        self,
-        calls: Sequence[TimedCall],
-        run: Run,
-        *,
-        concurrency: int | None = None,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> None:
-        drive(
-            self.endpoint,
-            self.api,
-            calls,
-            run,
-            timeout_s=self.args.timeout_s,
-            concurrency=concurrency,
-            advance=advance,
-        )
 
 
 def open_session(

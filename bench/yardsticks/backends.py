@@ -88,13 +88,11 @@ class Counted:
         return data, timing
 
     def delete(self, key: str) -> None:
-        """Deletes an entry."""
         with self._call():
             self._backend.delete(key)
         self._count(deletes=1)
 
     def clear(self) -> None:
-        """Deletes every entry."""
         for key in list(self._sums):
             self.delete(key)
 
@@ -215,13 +213,11 @@ class PoolEntries(Entries):
         self._store.register(tutti.HostMemory.from_buffer(layout, self._buffer, pages))
 
     def delete(self, key: str) -> None:
-        """Deletes all pages that are there."""
         nbytes = self._sizes.pop(key, None)
         if nbytes is not None:
             self._store.delete(self._keys(key, 0, nbytes))
 
     def close(self) -> None:
-        """Closes the pool."""
         self._store.close()
 
     @contextmanager
@@ -262,7 +258,6 @@ class DirectEntries(Entries):
         self._flushes = durability == "flush"
 
     def delete(self, key: str) -> None:
-        """Removes the file."""
         self._sizes.pop(key, None)
         (self._folder / key).unlink(missing_ok=True)
 

@@ -25,7 +25,7 @@ from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.residency.control_group import memory_group
-from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
+from tutti.bench.statistics import bootstrap_median, in_turn, interval_text, median, ratios
 from tutti.bench.writable import check_writable, options
 from tutti.bench.yardsticks.round import SYSTEMS, RoundPlan
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError, Unsupported
@@ -103,8 +103,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     with ExitStack() as stack, progress("KV-cache benchmark", args.rounds * len(SYSTEMS)) as bar:
         members_file, limit = _limit_memory(stack, memory_nbytes)
         for number in range(args.rounds):
-            first = number % len(SYSTEMS)
-            for system in SYSTEMS[first:] + SYSTEMS[:first]:
+            for system in in_turn(SYSTEMS, number):
                 rounds[system].append(_round(args, system, members_file))
                 bar.advance(1)
     return {

@@ -20,7 +20,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,8 @@ from typing import Any
 
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
+from tutti.bench.mooncake_cluster import free_port
+from tutti.bench.statistics import in_turn
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.recipes import RECIPES
 from tutti.bench.ttft.server_control import Control
@@ -65,7 +66,6 @@ _BOUNDED = ("hicache-file", "tutti-hicache", "tutti-linker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
     option = options(parser)
     option("--model", None, "folder or name of a model with tokenizer", required=True)
     option("--dir", ".", "folder on the drive (%(default)s)")
@@ -157,8 +157,7 @@ class Cell:
 
 def plan_of(systems: Sequence[str], args: argparse.Namespace) -> list[Cell]:
     """Passes over the systems, each with another one first; small storages once, at the end."""
-    turns = (k % max(1, len(systems)) for k in range(args.passes))
-    order = [name for first in turns for name in (*systems[first:], *systems[:first])]
+    order = [name for turn in range(args.passes) for name in in_turn(systems, turn)]
     small = [name for name in systems if args.small_capacity and name in _BOUNDED]
     return [
         *(Cell(name, args.capacity) for name in order),
@@ -264,7 +263,7 @@ def _server(
     cell: Cell, args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Port and facts of a server of `tutti bench serve`, which is ended afterwards."""
-    info, log, port = folder / "info.json", folder / "log", _free_port()
+    info, log, port = folder / "info.json", folder / "log", free_port()
     words = ["bench", "serve", cell.system, "--model", args.model, "--dir", str(folder / "kv")]
     words += ["--capacity", cell.capacity, "--dram", args.dram, "--page-size", str(args.page_size)]
     words += ["--port", str(port), "--info", str(info), "--json", f"--more={args.more}"]
@@ -292,12 +291,6 @@ def _server(
                 process.wait(_END_S)
             finally:
                 process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 HEAD = (
@@ -384,12 +377,10 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """For people."""
     return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it and prints the result."""
     from tutti.base.terminal import progress
 
     parser = argparse.ArgumentParser(prog="tutti.bench.yardsticks.serving", description=__doc__)

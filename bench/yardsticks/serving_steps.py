@@ -58,12 +58,10 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
 
 def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
-    """In order."""
     steps: dict[str, Step] = {
         "first": partial(_bench_serving, target),
         "again": partial(_bench_serving, target, stored=True),

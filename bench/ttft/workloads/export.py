@@ -63,7 +63,6 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Facts for people."""
     shown = [(name, value) for name, value in result.items() if not isinstance(value, dict | list)]
     shown += [("tasks", ", ".join(result["tasks"]))]
     shown += [(f"left out: {reason}", count) for reason, count in result["left_out"].items()]
