@@ -16,16 +16,10 @@ from typing import Any
 from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, parse_nbytes
+from tutti.bench import pool_file
 from tutti.bench.environment import describe
 from tutti.bench.gpu.rig import facts_of
 from tutti.bench.gpu_memory import ENGINES, DevicePool, open_gpu
-from tutti.bench.pool_file import (
-    add_pool_arguments,
-    medium_facts,
-    medium_of,
-    pool_paths,
-    temporary_pool,
-)
 from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.writable import options
@@ -42,7 +36,7 @@ SHAPES = ("32x256KiB", "64x128KiB", "8x32KiB", "1x256KiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_pool_arguments(parser)
+    pool_file.add_pool_arguments(parser)
     option = options(parser)
     option("--shapes LxSLICE", list(SHAPES), "shape of an object: layers x slice")
     option(
@@ -96,7 +90,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     the store raises.
     """
     shapes = [parse_shape(text) for text in args.shapes]
-    paths = pool_paths(args, "bandwidth")
+    paths = pool_file.pool_paths(args, "bandwidth")
     rows: list[dict[str, Any]] = []
     medium: dict[str, Any] = {}
     wrong = 0
@@ -104,7 +98,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         gpu = stack.enter_context(open_gpu()) if args.gpu else None
         for shape in shapes:
             with _opened(paths, shape, args, progress, gpu) as (store, memory):
-                medium = medium_facts(store)
+                medium = pool_file.medium_facts(store)
                 for context in args.contexts or (None,):
                     workload = make_workload(store, shape, args, context, memory)
                     rows += _measure(workload, shape, args, progress)
@@ -124,7 +118,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "pointers": args.pointers,
         "capacity_nbytes": parse_nbytes(args.capacity),
         **medium,
-        "machine": describe(medium_of(args)),
+        "machine": describe(pool_file.medium_of(args)),
     }
 
 
@@ -144,7 +138,7 @@ def _opened(
             device = DevicePool(*gpu, args.gpu, shape.layout(), _at_least_two(pages, shape))
             stack.callback(device.close)
         store = stack.enter_context(
-            temporary_pool(
+            pool_file.temporary_pool(
                 paths,
                 shape.layout(),
                 parse_nbytes(args.capacity),

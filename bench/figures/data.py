@@ -151,48 +151,45 @@ def rows_of(result: dict[str, Any], kind: str, name: str, **extra: float) -> lis
     return checked(shown, kind, name)
 
 
+def _of(result: dict[str, Any]) -> dict[str, Any]:
+    return {"system": result["system"], "source": result.get("source", "measured")}
+
+
+def _flags(row: dict[str, Any]) -> dict[str, str]:
+    return {name: "yes" if row[name] else "no" for name in ("unstable", "partial")}
+
+
 def _rates(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
-            "system": result["system"],
-            "source": result.get("source", "measured"),
+            **_of(result),
             "rate": row["rate"],
             **_interval("ttft", row.get("ttft_ms")),
             **_interval("itl", row.get("itl_ms")),
-            "unstable": "yes" if row["unstable"] else "no",
-            "partial": "yes" if row["partial"] else "no",
+            **_flags(row),
         }
         for row in result["rates"]
     ]
 
 
 def _costs(result: dict[str, Any], extra: dict[str, float]) -> list[dict[str, Any]]:
+    names = ("input_tokens_per_s", "output_tokens_per_s", "tokens_low_per_s", "tokens_high_per_s")
     return [
         {
-            "system": result["system"],
-            "source": result.get("source", "measured"),
+            **_of(result),
             "rate": row["rate"],
-            "input_tokens_per_s": row.get("input_tokens_per_s"),
-            "output_tokens_per_s": row.get("output_tokens_per_s"),
-            "tokens_low_per_s": None,
-            "tokens_high_per_s": None,
+            **{n: row.get(n) for n in names},
             **extra,
-            "unstable": "yes" if row["unstable"] else "no",
-            "partial": "yes" if row["partial"] else "no",
+            **_flags(row),
         }
         for row in result["rates"]
     ]
 
 
 def _prefixes(result: dict[str, Any]) -> list[dict[str, Any]]:
+    total = {**_of(result), "total_tokens": result["total_tokens"]}
     return [
-        {
-            "system": result["system"],
-            "source": result.get("source", "measured"),
-            "prefix_tokens": row["prefix_tokens"],
-            "total_tokens": result["total_tokens"],
-            **_interval("ttft", row["ttft_ms"]),
-        }
+        {**total, "prefix_tokens": row["prefix_tokens"], **_interval("ttft", row["ttft_ms"])}
         for row in result["rows"]
     ]
 
@@ -226,9 +223,5 @@ def _residencies(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _interval(name: str, interval: dict[str, float] | None) -> dict[str, float | None]:
-    found = interval or {}
-    return {
-        f"{name}_ms": found.get("mean"),
-        f"{name}_low_ms": found.get("low"),
-        f"{name}_high_ms": found.get("high"),
-    }
+    ends = {"": "mean", "_low": "low", "_high": "high"}
+    return {f"{name}{part}_ms": (interval or {}).get(key) for part, key in ends.items()}

@@ -37,6 +37,8 @@ TITLES = {
 }
 _COLUMNS = {RATE: 2, RESIDENCY: 3}
 _MARKERS = "osD^vP*X"
+#: x, y, how far the bar goes down and up, and the row.
+_Point = tuple[float, float, tuple[float, float] | None, Row]
 
 
 def draw(
@@ -137,8 +139,7 @@ def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
     # The legend is that of the last axis, which may have no curve.
     for number, system in enumerate(_systems(rows)):
         if system not in axes[-1].get_legend_handles_labels()[1]:
-            style = {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % 8]}
-            axes[-1].plot([], [], label=system, **style)
+            axes[-1].plot([], [], label=system, **_style(number))
     _hollow_entry(axes[-1], rows)
 
 
@@ -152,33 +153,43 @@ def _hollow(rows: Sequence[Row]) -> bool:
 
 
 def _line(axis: Any, system: str, number: int, rows: Sequence[Row], x: str, name: str) -> None:
-    """A curve with its intervals as bars; points that mean little are hollow and have none."""
-    there = sorted(
-        (row for row in rows if number_of(row, f"{name}_ms") is not None),
-        key=lambda row: value(row, x),
-    )
-    if not there:
+    """A curve with its intervals as bars."""
+    points = []
+    for row in rows:
+        mean = number_of(row, f"{name}_ms")
+        if mean is not None:
+            low, high = (_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high"))
+            # A logarithmic axis ends above 0, where an interval of few runs may not.
+            bar = None if low == high else (min(mean * 0.9, mean - low), high - mean)
+            points.append((value(row, x), mean, bar, row))
+    _curve(axis, system, number, points)
+
+
+def _curve(axis: Any, system: str, number: int, points: list[_Point], size: float = 5) -> None:
+    """Points that mean little are hollow and have no bars."""
+    if not points:
         return
-    colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-    means = [value(row, f"{name}_ms") for row in there]
-    axis.plot([value(row, x) for row in there], means, color=colour, linewidth=1.2)
-    axis.plot([], [], color=colour, marker=marker, label=system)
-    for mean, row in zip(means, there, strict=True):
+    style = _style(number)
+    points = sorted(points, key=lambda point: point[0])
+    axis.plot([p[0] for p in points], [p[1] for p in points], color=style["color"], linewidth=1.2)
+    axis.plot([], [], label=system, **style)
+    for place, middle, bar, row in points:
         hollow = _hollow([row])
-        ends = [_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high")]
-        # A logarithmic axis ends above 0, where an interval of few runs may not.
-        bar = [[min(mean * 0.9, mean - ends[0])], [ends[1] - mean]]
         axis.errorbar(
-            [value(row, x)],
-            [mean],
-            yerr=None if hollow or ends[0] == ends[1] else bar,
-            fmt=marker,
-            color=colour,
-            mfc="none" if hollow else colour,
+            [place],
+            [middle],
+            yerr=None if hollow or bar is None else [[bar[0]], [bar[1]]],
+            fmt=style["marker"],
+            color=style["color"],
+            mfc="none" if hollow else style["color"],
             capsize=2,
             elinewidth=0.8,
-            markersize=5,
+            markersize=size,
         )
+
+
+def _style(number: int) -> dict[str, str]:
+    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def _or(row: Row, column: str, default: float) -> float:
@@ -193,10 +204,8 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
             points = by_length([row for row in found if row["phase"] == phase])
             if points:
                 places, speeds = zip(*points, strict=True)
-                marker = _MARKERS[number % len(_MARKERS)]
-                colour = COLOURS[number % len(COLOURS)]
                 label = f"{system}, {phase}"
-                axis.plot(places, speeds, style, marker=marker, color=colour, label=label)
+                axis.plot(places, speeds, style, label=label, **_style(number))
     _stars(axis, rows, lambda row: value(row, "tokens"), "gb_per_s")
     axis.set_xscale("log", base=2)
     ticks = sorted({value(row, "tokens") for row in rows})
@@ -254,25 +263,13 @@ def hit_share(row: Row) -> float:
 
 def _cost(axis: Any, rows: Sequence[Row], prices: Prices) -> None:
     for number, (system, found) in enumerate(_systems(rows).items()):
-        costs = [(value(row, "rate"), per_million_tokens(row, prices), row) for row in found]
-        known = [(rate, cost, row) for rate, cost, row in costs if cost]
-        points = sorted(known, key=lambda point: point[0])
-        if points:
-            colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-            axis.plot([p[0] for p in points], [p[1] for p in points], color=colour, linewidth=1.2)
-            axis.plot([], [], color=colour, marker=marker, label=system)
-            for rate, cost, row in points:
-                ends = None if _hollow([row]) else interval_per_million(row, prices)
-                axis.errorbar(
-                    [rate],
-                    [cost],
-                    yerr=ends and [[max(0.0, cost - ends[0])], [max(0.0, ends[1] - cost)]],
-                    fmt=marker,
-                    color=colour,
-                    mfc="none" if _hollow([row]) else colour,
-                    capsize=2,
-                    elinewidth=0.8,
-                )
+        points: list[_Point] = []
+        for row in found:
+            if cost := per_million_tokens(row, prices):
+                ends = interval_per_million(row, prices)
+                bar = ends and (max(0.0, cost - ends[0]), max(0.0, ends[1] - cost))
+                points.append((value(row, "rate"), cost, bar, row))
+        _curve(axis, system, number, points, 6)
     axis.set_xlabel("requests/s")
     axis.set_ylabel("$ for 10^6 tokens, prompts and answers")
     axis.set_ylim(bottom=0)

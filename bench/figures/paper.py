@@ -6,17 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.bench.figures.data import (
-    BANDWIDTH,
-    BUBBLE,
-    COST,
-    PREFIX,
-    RATE,
-    RESIDENCY,
-    SHARE,
-    Row,
-    read_csv,
-)
+from tutti.bench.figures import data
 from tutti.errors import ConfigError
 
 
@@ -31,21 +21,21 @@ class PaperFigure:
 
 #: Tutti is arXiv 2605.03375, Dual-Blade arXiv 2604.26557.
 FIGURES = (
-    PaperFigure("tutti-fig02", SHARE, "As Tutti's Figure 2: 64K tokens, 75 % of them cached"),
-    PaperFigure("tutti-fig08-leval", RATE, "As Tutti's Figure 8: LEval"),
-    PaperFigure("tutti-fig08-loogle", RATE, "As Tutti's Figure 8: LooGLE"),
-    PaperFigure("tutti-fig09", BANDWIDTH, "As Tutti's Figure 9: two drives"),
-    PaperFigure("tutti-fig11", PREFIX, "As Tutti's Figure 11: one request of 128K tokens"),
-    PaperFigure("tutti-fig12", PREFIX, "As Tutti's Figure 12: one request of 640K, two GPUs"),
-    PaperFigure("tutti-fig13", BUBBLE, "As Tutti's Figure 13: one request of 32K tokens"),
-    PaperFigure("tutti-fig14", COST, "As Tutti's Figure 14: LooGLE"),
-    PaperFigure("dual-blade-residency", RESIDENCY, "As Dual-Blade: reading a set of 1 GiB"),
+    PaperFigure("tutti-fig02", data.SHARE, "As Tutti's Figure 2: 64K tokens, 75 % of them cached"),
+    PaperFigure("tutti-fig08-leval", data.RATE, "As Tutti's Figure 8: LEval"),
+    PaperFigure("tutti-fig08-loogle", data.RATE, "As Tutti's Figure 8: LooGLE"),
+    PaperFigure("tutti-fig09", data.BANDWIDTH, "As Tutti's Figure 9: two drives"),
+    PaperFigure("tutti-fig11", data.PREFIX, "As Tutti's Figure 11: one request of 128K tokens"),
+    PaperFigure("tutti-fig12", data.PREFIX, "As Tutti's Figure 12: one request of 640K, two GPUs"),
+    PaperFigure("tutti-fig13", data.BUBBLE, "As Tutti's Figure 13: one request of 32K tokens"),
+    PaperFigure("tutti-fig14", data.COST, "As Tutti's Figure 14: LooGLE"),
+    PaperFigure("dual-blade-residency", data.RESIDENCY, "As Dual-Blade: reading a set of 1 GiB"),
 )
 
 
 def draw_paper(
-    folder: Path, out: Path, draw_one: Callable[[PaperFigure, list[Row], Path], list[str]]
-) -> tuple[list[Row], list[str]]:
+    folder: Path, out: Path, draw_one: Callable[[PaperFigure, list[data.Row], Path], list[str]]
+) -> tuple[list[data.Row], list[str]]:
     """Draws every figure from its CSV in a folder; all rows, and the files that were written.
 
     Raises ConfigError for a CSV that is missing, before anything is drawn.
@@ -58,6 +48,6 @@ def draw_paper(
             f"{folder.name} lacks {', '.join(missing)} (.csv); `tutti simulate --paper` and "
             "`tutti bench figures residency` make them"
         )
-    read = [(one, read_csv(folder / f"{one.name}.csv", one.kind)) for one in FIGURES]
+    read = [(one, data.read_csv(folder / f"{one.name}.csv", one.kind)) for one in FIGURES]
     files = [name for one, rows in read for name in draw_one(one, rows, out / one.name)]
     return [row for _, rows in read for row in rows], files

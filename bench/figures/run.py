@@ -17,19 +17,8 @@ from typing import Any
 from tutti.arguments import positive
 from tutti.base.checks import open_regular
 from tutti.base.terminal import ProgressFactory, table
+from tutti.bench.figures import data
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
-from tutti.bench.figures.data import (
-    COST,
-    HIT_RATE,
-    KINDS,
-    RESULT,
-    Row,
-    number_of,
-    read_csv,
-    rows_of,
-    value,
-    write_csv,
-)
 from tutti.bench.figures.draw import TITLES, draw, hit_share
 from tutti.bench.figures.paper import PaperFigure, draw_paper
 from tutti.bench.writable import check_writable, options
@@ -44,7 +33,7 @@ PAPER = "paper"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
-    option("kind", None, "what to draw", (*KINDS, PAPER))
+    option("kind", None, "what to draw", (*data.KINDS, PAPER))
     option("inputs", None, "results (JSON or folder), or CSVs", Path, nargs="+", metavar="INPUT")
     option(
         "--out STEM",
@@ -80,7 +69,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     machines = dict(_machine(text) for text in args.machine)
     prices = Prices(args.gpu_price, args.dram_price, args.ssd_price)
 
-    def paper_figure(one: PaperFigure, rows: list[Row], stem: Path) -> list[str]:
+    def paper_figure(one: PaperFigure, rows: list[data.Row], stem: Path) -> list[str]:
         return write_figure(
             one.kind, rows, stem, title=one.title, slo_ms=args.slo_ms, prices=prices
         )
@@ -100,14 +89,14 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "systems": list(dict.fromkeys(row["system"] for row in rows)),
         "sources": sorted({row["source"] for row in rows}),
         "files": files,
-        "crossings": _crossings(rows) if args.kind == HIT_RATE else [],
-        "cost": _costs(rows, prices) if args.kind == COST else [],
+        "crossings": _crossings(rows) if args.kind == data.HIT_RATE else [],
+        "cost": _costs(rows, prices) if args.kind == data.COST else [],
     }
 
 
 def write_figure(
     kind: str,
-    rows: list[Row],
+    rows: list[data.Row],
     stem: Path,
     *,
     title: str = "",
@@ -120,7 +109,7 @@ def write_figure(
     """
     csv_path = stem.with_name(f"{stem.name}.csv")
     check_writable(*(stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")))
-    write_csv(csv_path, rows, kind)
+    data.write_csv(csv_path, rows, kind)
     try:
         drawn = draw(kind, rows, stem, title=title or TITLES[kind], slo_ms=slo_ms, prices=prices)
     except OSError as error:
@@ -146,10 +135,10 @@ def report(result: dict[str, Any]) -> str:
 
 def _read(
     path: Path, kind: str, machines: dict[str, dict[str, float]], page_tokens: int
-) -> list[Row]:
+) -> list[data.Row]:
     if path.suffix == ".csv":
-        return read_csv(path, kind)
-    path = path / RESULT if path.is_dir() else path
+        return data.read_csv(path, kind)
+    path = path / data.RESULT if path.is_dir() else path
     try:
         with open_regular(path) as file:
             result = json.loads(file.read())
@@ -159,7 +148,7 @@ def _read(
         raise ConfigError(f"{path.name} is not a result of a benchmark")
     nothing = {"gpus": 1.0, "dram_gb": 0.0, "ssd_gb": 0.0}
     machine = machines.get(str(result.get("system")), nothing)
-    return rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)
+    return data.rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)
 
 
 def _machine(text: str) -> tuple[str, dict[str, float]]:
@@ -171,21 +160,22 @@ def _machine(text: str) -> tuple[str, dict[str, float]]:
     return name, {"gpus": gpus, "dram_gb": dram_gb, "ssd_gb": ssd_gb}
 
 
-def _crossings(rows: list[Row]) -> list[dict[str, Any]]:
+def _crossings(rows: list[data.Row]) -> list[dict[str, Any]]:
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if number_of(row, "ttft_ms") is not None:
-            curves.setdefault(row["system"], []).append((hit_share(row), value(row, "ttft_ms")))
+        if data.number_of(row, "ttft_ms") is not None:
+            point = (hit_share(row), data.value(row, "ttft_ms"))
+            curves.setdefault(row["system"], []).append(point)
     return [
         {"a": one, "b": other, "hit_rates_percent": crossings(a, b)}
         for (one, a), (other, b) in combinations(curves.items(), 2)
     ]
 
 
-def _costs(rows: list[Row], prices: Prices) -> list[dict[str, Any]]:
+def _costs(rows: list[data.Row], prices: Prices) -> list[dict[str, Any]]:
     costs = [(row, per_million_tokens(row, prices)) for row in rows]
     return [
-        {"system": row["system"], "rate": value(row, "rate"), "dollars": cost}
+        {"system": row["system"], "rate": data.value(row, "rate"), "dollars": cost}
         for row, cost in costs
         if cost is not None
     ]

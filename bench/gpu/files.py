@@ -16,16 +16,8 @@ from typing import Any
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.compare.paired import ComparedSystem, Round, compare
 from tutti.bench.fio import FioJob, held_hugepages, prepare_file, run_fio
+from tutti.bench.gpu import rig
 from tutti.bench.gpu.cases import DIRECTIONS, RoundPlan, Row, copy_engines
-from tutti.bench.gpu.rig import (
-    LBA_NBYTES,
-    DevicePages,
-    GpuUnderTest,
-    LayerLoad,
-    count_for,
-    timed,
-    tutti_system,
-)
 from tutti.errors import MediumError, Unsupported
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.file_creation import allocate_file
@@ -39,7 +31,7 @@ _ROUND_FACTOR = 3
 _BATCH_NBYTES = 128 * MiB
 
 
-def files(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
+def files(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """Loads from and stores to a file by direct I/O; the bar has as many commands in flight."""
     bar = "fio" if shutil.which("fio") else "threads"
     return [
@@ -69,22 +61,22 @@ def _file(plan: RoundPlan, bar: str) -> Iterator[str]:
 
 
 def _against_bar(
-    machine: GpuUnderTest, plan: RoundPlan, slice_nbytes: int, direction: str, bar: str
+    machine: rig.GpuUnderTest, plan: RoundPlan, slice_nbytes: int, direction: str, bar: str
 ) -> dict[str, Any]:
-    load = LayerLoad.of_nbytes(
+    load = rig.LayerLoad.of_nbytes(
         slice_nbytes, min(_BATCH_NBYTES, plan.batch_nbytes, plan.file_nbytes)
     )
     with ExitStack() as stack:
         path = stack.enter_context(_file(plan, bar))
         controller = stack.enter_context(FileController([path]))
-        assert controller.info.lba_nbytes == LBA_NBYTES, "files have blocks of 4096 bytes"
+        assert controller.info.lba_nbytes == rig.LBA_NBYTES, "files have blocks of 4096 bytes"
         # Closed after the engine, whatever becomes of a transfer.
-        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
+        pages = stack.enter_context(closing(rig.DevicePages(machine.driver, load)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
             machine.host_engine(mover, controller=controller, staging_nbytes=plan.staging_nbytes)
         )
-        count = count_for(gpu, pages, direction, _ROUND_FACTOR * plan.round_s)
+        count = rig.count_for(gpu, pages, direction, _ROUND_FACTOR * plan.round_s)
         nbytes = count * load.nbytes
         verb = "read" if direction == "load" else "write"
         job = FioJob(path, verb, slice_nbytes, plan.file_nbytes, nbytes, iodepth=_IODEPTH)
@@ -92,7 +84,7 @@ def _against_bar(
             theirs, memory = _fio(stack, job)
         else:
             theirs, memory = _thread_bar(stack, job)
-        ours = tutti_system("host file", gpu, pages, direction, count)
+        ours = rig.tutti_system("host file", gpu, pages, direction, count)
         result = compare(ours, theirs, pairs=plan.pairs, progress=plan.progress)
     return {
         "direction": direction,
@@ -124,7 +116,7 @@ def _fio(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
 def _thread_bar(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
     threads = stack.enter_context(_Threads(job.path, job.block_nbytes, job.size_nbytes))
     move = partial(threads.move, job.direction, job.io_nbytes)
-    return ComparedSystem("threads", lambda: timed(job.io_nbytes, move)), threads.memory
+    return ComparedSystem("threads", lambda: rig.timed(job.io_nbytes, move)), threads.memory
 
 
 class _Threads:

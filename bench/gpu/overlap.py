@@ -18,17 +18,9 @@ import numpy as np
 
 from tutti.base.units import KiB
 from tutti.bench.gpu import interference as gpu_beside
+from tutti.bench.gpu import rig
 from tutti.bench.gpu.cases import RoundPlan, Row, copy_engines
 from tutti.bench.gpu.interference import Gate, Stopwatch, loads_beside
-from tutti.bench.gpu.rig import (
-    OPCODES,
-    DevicePages,
-    GpuUnderTest,
-    LayerLoad,
-    finish,
-    spin_until,
-    transfers,
-)
 from tutti.bench.gpu_memory import DevicePool
 from tutti.bench.statistics import bootstrap_median, median, ratios
 from tutti.errors import Unsupported
@@ -73,7 +65,7 @@ def _decode(torch: Any) -> Callable[[], object]:
 KERNELS: dict[str, Callable[[Any], Callable[[], object]]] = {"gemm": _gemm, "decode": _decode}
 
 
-def interference(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
+def interference(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """A GEMM and a decode-like kernel with each mover, with and without green contexts."""
     torch = _torch()
     movers = [copy_engines(machine).mover] + (["kernel"] if machine.modules is not None else [])
@@ -89,7 +81,7 @@ def interference(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 def _interfere(
-    torch: Any, machine: GpuUnderTest, plan: RoundPlan, name: str, mover: str, green: bool
+    torch: Any, machine: rig.GpuUnderTest, plan: RoundPlan, name: str, mover: str, green: bool
 ) -> dict[str, Any]:
     driver = machine.driver
     with ExitStack() as stack:
@@ -109,7 +101,7 @@ def _interfere(
         watch = Stopwatch(torch, gate, KERNELS[name](torch))
         watch.warm_up([whole, compute])
         load = plan.load(256 * KiB)
-        pages = stack.enter_context(closing(DevicePages(driver, load)))
+        pages = stack.enter_context(closing(rig.DevicePages(driver, load)))
         gpu = stack.enter_context(
             machine.host_engine(
                 mover,
@@ -118,7 +110,7 @@ def _interfere(
                 staging_nbytes=plan.staging_nbytes,
             )
         )
-        transfers(gpu, pages, "load", 4)
+        rig.transfers(gpu, pages, "load", 4)
         found = _beside(watch, compute, whole, lambda: loads_beside(gpu, pages))
     slowdown = ratios(found["beside_ms"], found["alone_ms"])
     partition = ratios(found["alone_ms"], found["whole_ms"])
@@ -198,7 +190,7 @@ class _Layer:
         torch.matmul(up[:, :_MLP], self._down)
 
 
-def pipeline(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
+def pipeline(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
 
     Through a store: from a pool in a file.  Else by the engine alone over a medium that moves
@@ -232,16 +224,16 @@ class _Loading(NamedTuple):
 _Loads = list[tuple[int, Callable[[], _Loading]]]
 
 
-def _prefix() -> LayerLoad:
-    return LayerLoad(_PAGE_TOKENS * _KV * 2, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
+def _prefix() -> rig.LayerLoad:
+    return rig.LayerLoad(_PAGE_TOKENS * _KV * 2, _PREFIX_TOKENS // _PAGE_TOKENS, layers=_LAYERS)
 
 
 @contextmanager
-def _engine_loads(machine: GpuUnderTest, parts: int) -> Iterator[_Loads]:
+def _engine_loads(machine: rig.GpuUnderTest, parts: int) -> Iterator[_Loads]:
     load = _prefix()
     staging_nbytes = 2 * load.nbytes
     with ExitStack() as stack:
-        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
+        pages = stack.enter_context(closing(rig.DevicePages(machine.driver, load)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
             machine.host_engine(
@@ -254,14 +246,14 @@ def _engine_loads(machine: GpuUnderTest, parts: int) -> Iterator[_Loads]:
             return _Loading(
                 lambda stream, layer: transfer.order_stream(stream, layer + 1),
                 lambda: bool(transfer.done),
-                lambda: finish(transfer),
+                lambda: rig.finish(transfer),
             )
 
         yield [(part.load.layers, partial(begin, part)) for part in _parts(pages, parts)]
 
 
 @contextmanager
-def _store_loads(machine: GpuUnderTest, plan: RoundPlan) -> Iterator[_Loads]:
+def _store_loads(machine: rig.GpuUnderTest, plan: RoundPlan) -> Iterator[_Loads]:
     layout = KVLayout.mha(
         layers=_LAYERS,
         kv_heads=8,
@@ -310,8 +302,8 @@ def _pipeline(
                         if loads:
                             running[-1].order(stream.cuda_stream, number)
                         layer.run()
-            spin_until(lambda: all(loading.is_done() for loading in running), "a load")
-            spin_until(stream.query, "the pipeline")
+            rig.spin_until(lambda: all(loading.is_done() for loading in running), "a load")
+            rig.spin_until(stream.query, "the pipeline")
             elapsed_s = time.perf_counter() - began_s
             for loading in running:
                 loading.finish()
@@ -340,13 +332,13 @@ def _pipeline(
 class _Part:
     """Some layers of pages."""
 
-    load: LayerLoad
+    load: rig.LayerLoad
     extents: Extents
     memory: PagedMemory
     pages: Any
 
 
-def _parts(pages: DevicePages, count: int) -> Iterator[_Part]:
+def _parts(pages: rig.DevicePages, count: int) -> Iterator[_Part]:
     """The layers of pages in `count` stretches."""
     load, memory = pages.load, pages.memory
     each = load.layers // count
@@ -358,4 +350,4 @@ def _parts(pages: DevicePages, count: int) -> Iterator[_Part]:
 
 
 def _submit(gpu: Any, part: _Part) -> Any:
-    return gpu.submit(OPCODES["load"], part.extents, part.pages, part.memory, timeout_s=20.0)
+    return gpu.submit(rig.OPCODES["load"], part.extents, part.pages, part.memory, timeout_s=20.0)

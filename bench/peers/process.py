@@ -103,12 +103,9 @@ class PeerProcess:
 
     def answer(self, command: str, batches: list[int]) -> dict[str, Any]:
         """Carries out one command."""
-        if command == "store":
-            return self._store(*batches)
-        if command == "load":
-            return self._load(*batches)
-        if command == "ways":
-            return self._ways(*batches)
+        if command in ("store", "load", "ways"):
+            answer: dict[str, Any] = getattr(self, f"_{command}")(*batches)
+            return answer
         if command == "exists":
             return self._exists(batches)
         if command == "pages":

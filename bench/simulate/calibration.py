@@ -26,6 +26,7 @@ POLICIES = ("immediate", "slack")
 _WAYS = {"whole": False, "layers": True}
 _NBYTES_MAX = 1 << 20
 _VALUE_MAX = 1e18
+_POSITIVE = ("gpu_scale", "chunk_tokens", "io_nbytes", "requests", "token_scale")
 
 _Record = TypeVar("_Record", bound="ServerParameters | StorageSystem | Sent")
 _Known = TypeVar("_Known")
@@ -277,14 +278,8 @@ def _record(kind: type[_Record], name: str, values: dict[str, Any]) -> _Record:
         if one.name in ("fitted", "tasks"):
             value = tuple(value)
         elif one.type in ("int", "float"):
-            least = one.name in (
-                "gpu_scale",
-                "chunk_tokens",
-                "io_nbytes",
-                "requests",
-                "token_scale",
-            )
-            value = _number(f"{name}.{one.name}", value, above=0 if least else -1)
+            above = 0 if one.name in _POSITIVE else -1
+            value = _number(f"{name}.{one.name}", value, above=above)
             value = int(value) if one.type == "int" else max(0.0, value)
         found[one.name] = value
     return kind(**found)

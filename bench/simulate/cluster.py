@@ -84,20 +84,16 @@ class Cluster:
             for _ in range(servers):
                 own = Blocks(int(calibration.dram_nbytes // block_nbytes) if tier == "dram" else 0)
                 store = shared if tier == "ssd" else own
-                self.servers.append(self._server(store, medium, link))
-
-    def _server(
-        self, store: Blocks, medium: Device | None, link: RemoteLink | None
-    ) -> SimulatedServer:
-        return SimulatedServer(
-            self.timeline,
-            self.times,
-            store,
-            medium,
-            unit_layers=self.shape.unit_layers,
-            finished=self._finished,
-            remote=link,
-        )
+                server = SimulatedServer(
+                    self.timeline,
+                    times,
+                    store,
+                    medium,
+                    unit_layers=shape.unit_layers,
+                    finished=self._finished,
+                    remote=link,
+                )
+                self.servers.append(server)
 
     def warm(self, requests: Sequence[TraceRequest]) -> None:
         """Fills the tiers as if these requests had been served, without time."""

@@ -22,7 +22,7 @@ from tutti.bench.figures.data import (
 )
 from tutti.bench.simulate.calibration import Calibration
 from tutti.bench.simulate.points import HALF_GLM, HITS, K, PaperMachine, points
-from tutti.bench.simulate.settings import ASSUMED, LONGER_STEPS, SETTINGS, Setting
+from tutti.bench.simulate.settings import ASSUMED, LONGER_STEPS, SETTINGS
 from tutti.scheduler.roofline import ModelShape
 
 SIMULATED = "simulated"
@@ -77,22 +77,16 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _spans(
-    machine: PaperMachine, server: str, settings: Iterable[Setting], ask: Callable[[], float]
-) -> tuple[float, float, float]:
-    """The value as assumed, and the least and the most over the settings."""
-    found = []
-    for setting in settings:
-        machine.use(server, setting)
-        found.append(ask())
-    return found[0], min(found), max(found)
-
-
 def _span(
     name: str, unit: str, machine: PaperMachine, server: str, ask: Callable[[], float]
 ) -> dict[str, float]:
-    middle, low, high = _spans(machine, server, (ASSUMED, LONGER_STEPS), ask)
-    return {f"{name}_{unit}": middle, f"{name}_low_{unit}": low, f"{name}_high_{unit}": high}
+    """The value as assumed, and the least and the most with longer steps as well."""
+    found = []
+    for setting in (ASSUMED, LONGER_STEPS):
+        machine.use(server, setting)
+        found.append(ask())
+    ends = {"": found[0], "_low": min(found), "_high": max(found)}
+    return {f"{name}{end}_{unit}": value for end, value in ends.items()}
 
 
 def _published(kind: str, server: str = "") -> list[tuple[list[str], float]]:

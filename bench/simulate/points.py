@@ -11,22 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tutti.bench.simulate import settings
 from tutti.bench.simulate.calibration import Calibration, ServerTimes
 from tutti.bench.simulate.cluster import Cluster, ClusterShape
 from tutti.bench.simulate.server import SimulatedRequest
-from tutti.bench.simulate.settings import (
-    ANOTHER_ORDER,
-    ASSUMED,
-    HALF_AS_LONG,
-    LONGER_STEPS,
-    SETTINGS,
-    ServedWorkload,
-    Setting,
-    paper_times,
-    replayed_hits,
-    sent_workload,
-    serve,
-)
 from tutti.bench.traces import BLOCK_TOKENS, TraceRequest
 from tutti.errors import ConfigError
 from tutti.scheduler.roofline import ModelShape
@@ -62,26 +50,26 @@ class PaperMachine:
     def __init__(self, calibration: Calibration, effort: float = 0.5) -> None:
         self._calibration = calibration
         self._effort = effort
-        self._runs: dict[tuple[str, str, float, Setting], ServedWorkload] = {}
-        self._server, self._setting = "", ASSUMED
+        self._runs: dict[tuple[str, str, float, settings.Setting], settings.ServedWorkload] = {}
+        self._server, self._setting = "", settings.ASSUMED
 
     def times(self, system: str) -> ServerTimes:
         """Of a system below the server that is asked about."""
-        return paper_times(self._calibration, self._server, system, self._setting)
+        return settings.paper_times(self._calibration, self._server, system, self._setting)
 
     def alone(
         self, system: str, total: int, cached: int, model: ModelShape | None = None
     ) -> SimulatedRequest:
         """One request on an idle server, with so many of its tokens in the store."""
         calibration = replace(self._calibration, model=model or self._calibration.model)
-        times = paper_times(calibration, self._server, system, self._setting)
+        times = settings.paper_times(calibration, self._server, system, self._setting)
         cluster = Cluster(times, ClusterShape())
         ids = tuple(range(-(-total // BLOCK_TOKENS)))
         cluster.servers[0].store.add(ids[: cached // BLOCK_TOKENS])
         cluster.run([TraceRequest(0, total, 1, ids)])
         return cluster.req(0)
 
-    def value(self, name: str, server: str, setting: Setting = ASSUMED) -> float:
+    def value(self, name: str, server: str, setting: settings.Setting = settings.ASSUMED) -> float:
         """What the simulator gives in place of a published point, on one server.
 
         Raises ConfigError for a name that is not known, Saturated where a queue grows.
@@ -167,7 +155,7 @@ class PaperMachine:
     def _hits(self, text: str) -> float:
         tier, name = text.split()
         effort = min(1.0, 2 * self._effort)
-        return replayed_hits(self._calibration, tier, name, self._setting, effort)
+        return settings.replayed_hits(self._calibration, tier, name, self._setting, effort)
 
     def _at_load(self, text: str, metric: str) -> float:
         systems, name = text.split()
@@ -198,23 +186,23 @@ class PaperMachine:
         key = (name, f"{self._server} {system}", rate, setting)
         if key not in self._runs:
             sent = self._calibration.workloads[name]
-            workload = sent_workload(sent, name, setting, self._effort)
-            self._runs[key] = serve(self.times(system), workload, rate, setting)
+            workload = settings.sent_workload(sent, name, setting, self._effort)
+            self._runs[key] = settings.serve(self.times(system), workload, rate, setting)
         return self._runs[key].numbers(self._setting.warm)
 
-    def use(self, server: str, setting: Setting = ASSUMED) -> None:
+    def use(self, server: str, setting: settings.Setting = settings.ASSUMED) -> None:
         """What the next calls ask about."""
         self._server, self._setting = server, setting
 
 
-def settings_of(name: str, by: str) -> Sequence[Setting]:
+def settings_of(name: str, by: str) -> Sequence[settings.Setting]:
     """The settings that a point depends on."""
     if by == "formula":
-        return (ASSUMED,)
+        return (settings.ASSUMED,)
     if by == "replay":
-        return (ASSUMED, ANOTHER_ORDER, HALF_AS_LONG)
+        return (settings.ASSUMED, settings.ANOTHER_ORDER, settings.HALF_AS_LONG)
     whole = name.split()[0] in ("ttft", "itl", "tpot", "rate")
-    return SETTINGS if whole else (ASSUMED, LONGER_STEPS)
+    return settings.SETTINGS if whole else (settings.ASSUMED, settings.LONGER_STEPS)
 
 
 def residuals(
