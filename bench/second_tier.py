@@ -140,10 +140,8 @@ class Local:
     def __init__(self, fetcher: Fetcher, reader: Reader, rng: np.random.Generator) -> None:
         self._fetcher, self._reader, self._rng = fetcher, reader, rng
         self._store = fetcher.store
-        self._keys, self._pages = (
-            rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8),
-            range(_LOAD_PAGES),
-        )
+        self._keys = rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8)
+        self._pages = range(_LOAD_PAGES)
         self._memory = self._store.allocate_memory(_LOAD_PAGES)
         self._other = self._store.allocate_memory(len(fetcher.keys))
         self._put: PutTicket | None = None
@@ -179,7 +177,7 @@ class Local:
         self._store.load(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
 
     def _work(self, name: str) -> None:
-        """What a look-up beside the load gives the tier to do;"""
+        """What a look-up beside the load gives the tier to do."""
         if name == "asking":
             self._fetcher.tier.missed(self._rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8))
         elif name == "fetching" and self._is_idle():
@@ -373,7 +371,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     ]
     bounds = [
         f"{name} has {interval_text(ratio)} of Mooncake's batch get alone, and bounds a tier"
-        for name, ratio in result.get("bounds", {}).items()  # old results have none
+        for name, ratio in result["bounds"].items()
     ]
     missed = "reached" if ratio["fetching"]["median"] <= bar else "**not reached**"
     return [
@@ -386,11 +384,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f" {result['cpu_ratio_bound']:.2f}",
         f"p99 of local loads, beside: {'; '.join(local)} (again: idle as well, which shows the"
         f" noise). Bar for fetching: {bar:g}, {missed}",
-        *(
-            f"beside the loads the tier fetched {median(rates):.3f} GB/s"
-            for rates in [result.get("local_fetched_gb_per_s")]
-            if rates  # old results have none
-        ),
+        f"beside the loads the tier fetched {median(result['local_fetched_gb_per_s']):.3f} GB/s",
         f"Mooncake's master answers {median(result['exists_keys_per_s']):,.0f} keys a second"
         f" (batch exists of {result['exists_keys_per_call']}, one client)",
     ]

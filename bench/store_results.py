@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +114,6 @@ STEPS = (
 
 
 @dataclass(frozen=True)
-class Done:
-    """One step: "measured", or the reason why it was not."""
-
-    name: str
-    outcome: str
-    commit: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Places:
     """Where to measure, and with what.
 
@@ -187,13 +177,10 @@ def run(
             log(f"{step.name} ...")
             begin_s = time.monotonic()
             outcome = _measure(step, places, commit, end_s - begin_s)
-            steps.append(Done(step.name, outcome, commit, time.monotonic() - begin_s))
+            facts = {"name": step.name, "outcome": outcome, "commit": commit}
+            steps.append({**facts, "seconds": time.monotonic() - begin_s})
             log(f"{step.name}: {outcome}")
-    manifest = {
-        "benchmark": MANIFEST,
-        "steps": [asdict(step) for step in steps],
-        "machine": machine,
-    }
+    manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
     (places.out / f"{MANIFEST}.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 

@@ -91,7 +91,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
     rows = []
     for row in result["rows"]:
         cells = {name: round(v, 1) if isinstance(v, float) else v for name, v in row.items()}
-        noise_us = row.get("layer_noise_us", 0.0)  # results of before have none
+        noise_us = row["layer_noise_us"]
         if row["layer_us"] <= noise_us:
             cells["layer_us"] = f"below noise ({noise_us:.1f})"
         rows.append([cells[name] for name in names])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tutti.bench.figures import data
 from tutti.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class PaperFigure:
+class PaperFigure(NamedTuple):
     """name: of the files.  kind: how it is drawn."""
 
     name: str

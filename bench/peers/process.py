@@ -27,15 +27,17 @@ from tutti.errors import ConfigError, MediumError, TuttiError
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang.host.host_pools import advise_hugepages
 
+_PLAIN: dict[str, Callable[[PeerPlan], Peer]] = {
+    "store": StorePeer,
+    "file-per-page": FilesPeer,
+    "lmcache-fs-native": LMCachePeer,
+}
+
 
 def make_peer(name: str, plan: PeerPlan) -> Peer:
     """A peer by its name.  Raises ConfigError for an unknown one."""
-    if name == "store":
-        return StorePeer(plan)
-    if name == "file-per-page":
-        return FilesPeer(plan)
-    if name == "lmcache-fs-native":
-        return LMCachePeer(plan)
+    if name in _PLAIN:
+        return _PLAIN[name](plan)
     backend, options = _sglang_backend(name, plan)
     return HiCachePeer(plan, backend, **options)
 

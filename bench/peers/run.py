@@ -469,10 +469,8 @@ def _large_pages(name: str, facts: dict[str, Any]) -> str:
     """Of the memory of both directions; fio's cannot be read back."""
     if name in FIO:
         return "hugetlbfs" if FIO[name].hugepages else "not read: fio's own process"
-    pages = facts.get("host_pages") or []
-    # Results before there was a list have the last launch's alone.
-    launches = [pages] if isinstance(pages, dict) else pages
-    return " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in launches)
+    pages = facts.get("host_pages", ())
+    return " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in pages)
 
 
 def notes_of(cell: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             bar.advance(1)
     if args.out is not None:
         with progress("writing", len(workload.prompts)) as bar:
-            lines = _lines(workload, args)
-            result["written_nbytes"] = write_lines(args.out, _counted(lines, bar.advance))
+            result["written_nbytes"] = write_lines(args.out, _lines(workload, args), bar.advance)
         result["format"] = args.format
     return result
 
@@ -82,7 +81,9 @@ def openai_line(prompt: Prompt) -> str:
     return json.dumps({**body, "temperature": 0, "ignore_eos": True})
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> int:
+def write_lines(
+    path: Path, lines: Iterable[str], advance: Callable[[int], object] = lambda n: None
+) -> int:
     """Writes lines and returns their bytes; an unfinished file does not stay.
 
     Raises CapacityError or another OSError that names the file.
@@ -96,6 +97,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
         with out:
             for line in lines:
                 nbytes += out.write(f"{line}\n")
+                advance(1)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise CapacityError(f"cannot write {path}: {system_message(error)}") from error
@@ -111,9 +113,3 @@ def _lines(workload: Workload, args: argparse.Namespace) -> Iterable[str]:
     if len(traced_ms) == len(times_ms) and traced_ms == sorted(traced_ms):
         times_ms = traced_ms
     return (request.to_json() for request in mooncake_requests(workload, times_ms))
-
-
-def _counted(lines: Iterable[str], advance: Any) -> Iterable[str]:
-    for line in lines:
-        yield line
-        advance(1)
