@@ -39,46 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pool_file.add_pool_arguments(parser)
     option = options(parser)
     option("--shapes LxSLICE", list(SHAPES), "shape of an object: layers x slice")
-    option(
-        "--phases",
-        list(PHASES),
-        "phases: puts, loads, one prefix layer by layer, puts with loads (default: all)",
-        PHASES,
-    )
+    what = "phases: puts, loads, one prefix layer by layer, puts with loads (default: all)"
+    option("--phases", list(PHASES), what, PHASES)
     option("--capacity", "2GiB", "size of the pool")
     duration = parser.add_mutually_exclusive_group()
     duration.add_argument("--seconds", type=above_zero, default=2.0, help="length of a phase")
     duration.add_argument("--gib", type=above_zero, help="GiB to move per phase, instead of a time")
     option("--batch", "32MiB", "bytes per put or load")
     option("--inflight", 4, "puts or loads in flight", positive)
-    option(
-        "--contexts TOKENS",
-        None,
-        "store and load one prompt at a time, of these lengths; replaces --batch and"
-        f" --inflight; a page has {PAGE_SIZE} tokens",
-        positive,
-        nargs="+",
-    )
-    option(
-        "--depth", None, "entries of a queue pair, a power of two (default: the engine's)", positive
-    )
-    option(
-        "--pointers",
-        None,
-        "memory pointers of commands (default: what the drive supports)",
-        ("sgl", "prp"),
-    )
-    option(
-        "--prefix-pages", 1024, "length of the prefix in the phase layerwise, in pages", positive
-    )
+    what = "store and load one prompt at a time, of these lengths; replaces --batch and"
+    what += f" --inflight; a page has {PAGE_SIZE} tokens"
+    option("--contexts TOKENS", None, what, positive, nargs="+")
+    what = "entries of a queue pair, a power of two (default: the engine's)"
+    option("--depth", None, what, positive)
+    what = "memory pointers of commands (default: what the drive supports)"
+    option("--pointers", None, what, ("sgl", "prp"))
+    what = "length of the prefix in the phase layerwise, in pages"
+    option("--prefix-pages", 1024, what, positive)
     option("--memory", "512MiB", "limit of registered memory")
-    option(
-        "--gpu ENGINE",
-        None,
-        "store from and load into memory of GPU 0 by this engine: host (the CPU submits, copy"
-        " engines move), launch, resident or persistent (kernels submit)",
-        ENGINES,
-    )
+    what = "store from and load into memory of GPU 0 by this engine: host (the CPU submits, copy"
+    what += " engines move), launch, resident or persistent (kernels submit)"
+    option("--gpu ENGINE", None, what, ENGINES)
     option("--seed", 1, "seed of the order of loads", natural)
 
 

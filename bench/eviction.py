@@ -54,24 +54,14 @@ _DOCUMENTS = ("leval", "loogle")  # traces whose requests have no order of their
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
-    option(
-        "--trace",
-        [SYNTHETIC],
-        "Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others",
-    )
-    option(
-        "--requests",
-        None,
-        "use the first N requests of each trace (default: all; synthetic: 400)",
-        positive,
-    )
+    what = "Mooncake .jsonl files, or %(default)s; `tutti bench workload` writes others"
+    option("--trace", [SYNTHETIC], what)
+    what = "use the first N requests of each trace (default: all; synthetic: 400)"
+    option("--requests", None, what, positive)
     option("--capacity", [0.084, 0.25, 0.75], "sizes of the pool, as fractions of a trace's blocks")
     option("--group-slots", GROUP_SLOTS, "most slots to evict at once", positive)
-    option(
-        "--published",
-        False,
-        "also play published policies over single blocks (pip install libcachesim)",
-    )
+    what = "also play published policies over single blocks (pip install libcachesim)"
+    option("--published", False, what)
     option("--out", None, "also write the JSON to this file", Path)
 
 

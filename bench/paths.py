@@ -93,12 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--depths", [1, 4, 16, 64], "commands in flight", positive)
     option("--directions", list(_OPCODES), "what to measure (default: both)", _OPCODES)
     option("--paths", list(FILE_PATHS), "ways to reach a file (default: all)", FILE_PATHS)
-    option(
-        "--moved",
-        "224MiB",
-        "bytes to move per combination and round (%(default)s: in three rounds 10,000 commands"
-        " of 64 KiB, as p99.99 needs, and 1,000 of 512 KiB, as p99.9 needs)",
-    )
+    what = "bytes to move per combination and round (%(default)s: in three rounds 10,000 commands"
+    what += " of 64 KiB, as p99.99 needs, and 1,000 of 512 KiB, as p99.9 needs)"
+    option("--moved", "224MiB", what)
     option("--commands", 20000, "most commands per combination and round", positive)
     option("--rounds", 3, "measurements per combination", positive)
     option("--size", "512MiB", "size of the file")

@@ -63,32 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
     option = options(parser)
     option("--trace", SYNTHETIC, "Mooncake's .jsonl file, or %(default)s (the default)")
-    option(
-        "--requests",
-        None,
-        "use the first N requests of the trace (default: all; synthetic: 400)",
-        positive,
-    )
+    what = "use the first N requests of the trace (default: all; synthetic: 400)"
+    option("--requests", None, what, positive)
     option("--seed", 1, "seed of the synthetic trace", natural)
     option("--capacity", ["1GiB"], "sizes of the pool, one replay for each")
-    option(
-        "--shape",
-        "8x32KiB",
-        "shape of a page's KV: layers x slice. The default is smaller than a real model's, so "
-        "that a long trace fits on a disk",
-    )
+    what = "shape of a page's KV: layers x slice. The default is smaller than a real model's, so "
+    what += "that a long trace fits on a disk"
+    option("--shape", "8x32KiB", what)
     option("--page-size", BLOCK_TOKENS, f"tokens per page, a divisor of {BLOCK_TOKENS}", positive)
-    option(
-        "--eviction",
-        [StoreConfig().eviction],
-        "eviction policies, one replay for each",
-        sorted(POLICIES),
-    )
-    option(
-        "--profile",
-        [AUTO],
-        "profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file",
-    )
+    what = "eviction policies, one replay for each"
+    option("--eviction", [StoreConfig().eviction], what, sorted(POLICIES))
+    what = "profiles as of `tutti.open`, one replay for each: auto (the default), off, or a file"
+    option("--profile", [AUTO], what)
     option("--pages", 256, "pages of memory to load into", positive)
     what = "also measure what fio's direct reads and writes of objects cost, as many at a time, and"
     what += " what loads cost the engine alone"

@@ -39,18 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--seconds", 2.0, "length of a round (default: %(default)s)")
     option("--prefix-pages", 1024, "pages of a long prefix (%(default)s)")
     option("--records", 1_000_000, "records to recover (default: %(default)s)")
-    option(
-        "--memory",
-        ["huge", "ordinary"],
-        "kinds of pages for the buffers of both systems",
-        ("huge", "ordinary"),
-    )
+    what = "kinds of pages for the buffers of both systems"
+    option("--memory", ["huge", "ordinary"], what, ("huge", "ordinary"))
     option("--only TEXT", "", "measure only cells whose name contains this")
-    option(
-        "--allow-sysctl",
-        False,
-        "reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
-    )
+    what = "reserve the hugepages that fio needs (vm.nr_hugepages), and release them"
+    option("--allow-sysctl", False, what)
     option("--seed", 1, "(default: %(default)s)")
 
 

@@ -35,13 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
     option("kind", None, "what to draw", (*data.KINDS, PAPER))
     option("inputs", None, "results (JSON or folder), or CSVs", Path, nargs="+", metavar="INPUT")
-    option(
-        "--out STEM",
-        None,
-        "write STEM.png, STEM.svg and STEM.csv; for paper, a folder",
-        Path,
-        required=True,
-    )
+    what = "write STEM.png, STEM.svg and STEM.csv; for paper, a folder"
+    option("--out STEM", None, what, Path, required=True)
     option("--title", "", "title of the figure")
     option("--slo-ms", TTFT_LIMIT_MS, "TTFT limit to draw")
     option("--page-tokens", 64, "tokens per page, for bandwidth", positive)
@@ -53,12 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--gpu-price", PRICES.gpu, "price of a GPU")
     option("--dram-price", PRICES.dram_gb, "price of 1 GB DRAM")
     option("--ssd-price", PRICES.ssd_gb, "price of 1 GB SSD")
-    option(
-        "--machine SYSTEM:GPUS,DRAM_GB,SSD_GB",
-        [],
-        "hardware of a system (default: 1,0,0)",
-        action="append",
-    )
+    what = "hardware of a system (default: 1,0,0)"
+    option("--machine SYSTEM:GPUS,DRAM_GB,SSD_GB", [], what, action="append")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

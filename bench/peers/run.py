@@ -111,39 +111,22 @@ class Sample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
-    option(
-        "--dir",
-        ["."],
-        "folders: Tutti's pools have a file in each, the files of all others are in the first",
-    )
-    option(
-        "--peers PEER",
-        [*PEERS, "fio"],
-        f"what to compare: {', '.join([*PEERS, *FIO])} (default: all but fio on hugepages)",
-        [*PEERS, *FIO],
-    )
+    what = "folders: Tutti's pools have a file in each, the files of all others are in the first"
+    option("--dir", ["."], what)
+    what = f"what to compare: {', '.join([*PEERS, *FIO])} (default: all but fio on hugepages)"
+    option("--peers PEER", [*PEERS, "fio"], what, [*PEERS, *FIO])
     option("--page-tokens", [64, 16], "tokens per page (default: 64 16)")
     option("--layout", "page_first", "SGLang's layout of host memory", LAYOUTS)
     option("--rounds", 3, "batches that a launch of a peer stores and loads")
-    option(
-        "--launches",
-        3,
-        "times that each peer starts anew: where memory and files lie changes its speed",
-    )
-    option(
-        "--host-pages",
-        None,
-        "give the memory of all peers large pages in the same way: advise (madvise after the"
-        " first touch), collapse (MADV_COLLAPSE before the rounds), or thp (madvise before the"
-        f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way",
-        HOST_PAGES,
-    )
+    what = "times that each peer starts anew: where memory and files lie changes its speed"
+    option("--launches", 3, what)
+    what = "give the memory of all peers large pages in the same way: advise (madvise after the"
+    what += " first touch), collapse (MADV_COLLAPSE before the rounds), or thp (madvise before the"
+    what += f" first touch, SGLang's {PARALLEL_ALLOCATION}). Default: each peer's own way"
+    option("--host-pages", None, what, HOST_PAGES)
     option("--batches", 2, "batches that a peer keeps stored")
-    option(
-        "--allow-sysctl",
-        False,
-        "reserve the hugepages that fio needs (vm.nr_hugepages), and release them",
-    )
+    what = "reserve the hugepages that fio needs (vm.nr_hugepages), and release them"
+    option("--allow-sysctl", False, what)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -35,20 +35,14 @@ _SLICES = ("64KiB", "256KiB", "1MiB")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
-    option(
-        "--medium",
-        ["."],
-        "directories, new files *.tutti or blank devices on the medium; test data is removed"
-        " afterwards (default: the current directory)",
-    )
+    what = "directories, new files *.tutti or blank devices on the medium; test data is removed"
+    what += " afterwards (default: the current directory)"
+    option("--medium", ["."], what)
     option("--force SERIAL", [], "overwrite this drive", action="append")
     option("--out", "profile.json", "file for the profile")
-    option(
-        "--model",
-        "llama-3.1-8b",
-        "model to estimate for: a folder, a name in Hugging Face's local cache, or one of "
-        f"{', '.join(sorted(DENSE_MODELS))}; of others the estimate scales with the layers",
-    )
+    what = "model to estimate for: a folder, a name in Hugging Face's local cache, or one of "
+    what += f"{', '.join(sorted(DENSE_MODELS))}; of others the estimate scales with the layers"
+    option("--model", "llama-3.1-8b", what)
     option("--gpu", "H100", "GPU to estimate for", sorted(GPUS))
     option("--page-tokens", 64, "tokens per page")
     option("--sizes", _SIZES, "bytes of one transfer")

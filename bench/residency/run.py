@@ -49,33 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
     option("--dir", ".", "directory for the pool's file")
     option("--working-set", "1GiB", "bytes of the working set, W")
-    option(
-        "--limits", [0.2, 0.4, 0.6, 0.8, 1.0, 1.2], "memory limits as fractions of the working set"
-    )
-    option(
-        "--only NAME",
-        list(CONFIGURATIONS),
-        "ways to measure: " + ", ".join(CONFIGURATIONS) + " (default: all)",
-        CONFIGURATIONS,
-    )
+    what = "memory limits as fractions of the working set"
+    option("--limits", [0.2, 0.4, 0.6, 0.8, 1.0, 1.2], what)
+    what = "ways to measure: " + ", ".join(CONFIGURATIONS) + " (default: all)"
+    option("--only NAME", list(CONFIGURATIONS), what, CONFIGURATIONS)
     option("--shape", "4x256KiB", "shape of an object")
     option("--batch", "32MiB", "bytes per put or load")
     option("--rounds", 4, "times that the working set is read")
     option("--share", _SHARE, "share of free memory that the page cache may use")
-    option(
-        "--moving",
-        None,
-        "measure under a memory limit that changes each half second, slowly, or in steps of "
-        "four seconds (default: all)",
-        moving.COURSES,
-        nargs="*",
-    )
+    what = "measure under a memory limit that changes each half second, slowly, or in steps of "
+    what += "four seconds (default: all)"
+    option("--moving", None, what, moving.COURSES, nargs="*")
     option("--seconds", 10, "seconds per changing limit", positive)
-    option(
-        "--pretend",
-        False,
-        "simulate the changing limits, which only the monitor sees; needs no control group",
-    )
+    what = "simulate the changing limits, which only the monitor sees; needs no control group"
+    option("--pretend", False, what)
     option("--out", None, "also write the JSON to this file, and a chart next to it")
     parser.set_defaults(path=None)
 

@@ -65,27 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--software", "sglang", "simulated server: sglang, vllm-0.12 or vllm-0.17")
     option("--gpu", "H100", "GPU of a server", tuple(GPUS))
-    option(
-        "--drive", "2x D7-PS1010", "drive or drives whose published speeds are used", drive_names()
-    )
-    option(
-        "--calibration",
-        FILE,
-        "file with the times of software and systems (default: the installed one)",
-        Path,
-    )
-    option(
-        "--hbm-tokens",
-        None,
-        "tokens of KV that fit into a server's GPU memory (default: the calibration's)",
-        positive,
-    )
-    option(
-        "--profile",
-        None,
-        "file of `tutti profile`; its compute and drive times replace --gpu and --drive",
-        Path,
-    )
+    what = "drive or drives whose published speeds are used"
+    option("--drive", "2x D7-PS1010", what, drive_names())
+    what = "file with the times of software and systems (default: the installed one)"
+    option("--calibration", FILE, what, Path)
+    what = "tokens of KV that fit into a server's GPU memory (default: the calibration's)"
+    option("--hbm-tokens", None, what, positive)
+    what = "file of `tutti profile`; its compute and drive times replace --gpu and --drive"
+    option("--profile", None, what, Path)
     _add_cluster_arguments(group)
     _add_remote_arguments(parser)
     _add_paper_arguments(parser)
@@ -97,27 +84,15 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     option("--servers", 1, "number of servers", positive)
     option("--servers-per-node", 8, "servers on one machine, which share its drives", positive)
     option("--media", None, "drives per machine (default: half its number of servers)", positive)
-    option(
-        "--routers",
-        [ROUND_ROBIN],
-        "round-robin: servers in turn; prefix: the server with the fewest tokens to compute",
-        ROUTERS,
-    )
-    option(
-        "--rates R",
-        [],
-        "requests per second, at random times (default: the trace's own times)",
-        float,
-        nargs="*",
-    )
+    what = "round-robin: servers in turn; prefix: the server with the fewest tokens to compute"
+    option("--routers", [ROUND_ROBIN], what, ROUTERS)
+    what = "requests per second, at random times (default: the trace's own times)"
+    option("--rates R", [], what, float, nargs="*")
     option("--seeds", 1, "number of seeds of the arrival times", positive)
     option("--warm N", 0, "requests that fill the caches first; they are not counted")
-    option(
-        "--as-assumed",
-        False,
-        "run once, with the assumed settings. Default: repeat with each unpublished setting "
-        "changed, to show intervals (six times as long; not for a trace)",
-    )
+    what = "run once, with the assumed settings. Default: repeat with each unpublished setting "
+    what += "changed, to show intervals (six times as long; not for a trace)"
+    option("--as-assumed", False, what)
     option("--unit-layers", 4, "layers per transfer", positive)
     option("--csv", None, "file for TTFT and ITL by rate", Path)
 
@@ -125,11 +100,8 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
     """The tier below the drives."""
     option = options(parser.add_argument_group("second tier"))
-    option(
-        "--remote-gb-per-s B",
-        [0.0],
-        "bandwidth between each machine and a shared remote store, per direction; 0: no store",
-    )
+    what = "bandwidth between each machine and a shared remote store, per direction; 0: no store"
+    option("--remote-gb-per-s B", [0.0], what)
     option("--remote-latency-us", 1000.0, "latency of reading 512 tokens")
     option("--remote-capacity", TiB, "size of the remote store in bytes", parse_nbytes)
     option("--remote-replicate", SECOND, "copy pages when stored, or when loaded", (SECOND, FIRST))
@@ -147,15 +119,10 @@ def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
     option("--fit", False, "fit the calibration to published points, then stop")
     option("--validate", False, "compare simulated with published times, then stop")
     option("--paper FOLDER", None, "write the CSVs of the paper's figures, then stop", Path)
-    option(
-        "--only NAME",
-        [],
-        "names of figures for --paper, or first letters of points for --validate",
-        nargs="+",
-    )
-    option(
-        "--effort", 0.5, "factor for the number of requests in --validate and --paper", above_zero
-    )
+    what = "names of figures for --paper, or first letters of points for --validate"
+    option("--only NAME", [], what, nargs="+")
+    what = "factor for the number of requests in --validate and --paper"
+    option("--effort", 0.5, what, above_zero)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

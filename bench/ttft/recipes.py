@@ -179,21 +179,11 @@ RECIPES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser)
-    option(
-        "name",
-        None,
-        "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
-        RECIPES,
-        metavar="SYSTEM",
-    )
+    what = "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values())
+    option("name", None, what, RECIPES, metavar="SYSTEM")
     option("--model", None, "folder or name of the model", required=True)
-    option(
-        "--dir",
-        [],
-        "a new, empty folder on the SSD, for storage; Tutti takes one on each of several SSDs",
-        Path,
-        nargs="+",
-    )
+    what = "a new, empty folder on the SSD, for storage; Tutti takes one on each of several SSDs"
+    option("--dir", [], what, Path, nargs="+")
     option("--capacity", "256GiB", "size of the storage", nbytes)
     option("--dram", "16GB", "host memory for KV", nbytes)
     option("--page-size", 64, "tokens per page", positive)

@@ -56,46 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--note", "", "kept with the results, e.g. what is emulated")
     option("--rates REQUESTS_PER_S", [0.25, 0.5, 1.0, 1.5], "request rates to measure")
     option("--seeds", [1, 2, 3], "seeds of the arrivals")
-    option(
-        "--arrivals",
-        POISSON,
-        "trace: the trace's own times, stretched to each rate; --seeds then has no effect",
-        (POISSON, TRACE),
-    )
+    what = "trace: the trace's own times, stretched to each rate; --seeds then has no effect"
+    option("--arrivals", POISSON, what, (POISSON, TRACE))
     option("--seconds", None, "send only requests due within this time, per rate", float)
-    option(
-        "--slo ttft:MS,tpot:MS",
-        None,
-        "latency limits that a request must meet; may be repeated; default ttft:1000",
-        _slo,
-        action="append",
-    )
-    option(
-        "--max-rate",
-        False,
-        "also search for the highest rate with a mean TTFT within --ttft-limit-ms, and the "
-        f"highest rate at which a share of {ATTAINMENT_MIN:g} of the requests meets each SLO",
-    )
+    what = "latency limits that a request must meet; may be repeated; default ttft:1000"
+    option("--slo ttft:MS,tpot:MS", None, what, _slo, action="append")
+    what = "also search for the highest rate with a mean TTFT within --ttft-limit-ms, and the "
+    what += f"highest rate at which a share of {ATTAINMENT_MIN:g} of the requests meets each SLO"
+    option("--max-rate", False, what)
     option("--ttft-limit-ms", 1000.0, "mean TTFT that --max-rate allows")
     option("--tolerance", 0.05, "tolerance of the search (default 0.05)")
     option("--rate-limit", 64.0, "highest rate that --max-rate tries")
-    option(
-        "--client",
-        BUILTIN,
-        "client that sends the requests: Tutti's own or sglang.bench_serving",
-        (BUILTIN, SGLANG),
-    )
+    what = "client that sends the requests: Tutti's own or sglang.bench_serving"
+    option("--client", BUILTIN, what, (BUILTIN, SGLANG))
     option("--sglang-python", sys.executable, "interpreter that has sglang.bench_serving")
     option("--tokenizer", None, "folder or name for sglang.bench_serving's --model")
     option("--out", None, "new folder for result.json and all requests", Path)
-    option(
-        "--compare RESULT",
-        None,
-        "do not measure; show earlier results with the same arrivals side by side, and write "
-        "OUT.png, OUT.svg and OUT.csv",
-        Path,
-        nargs="+",
-    )
+    what = "do not measure; show earlier results with the same arrivals side by side, and write "
+    what += "OUT.png, OUT.svg and OUT.csv"
+    option("--compare RESULT", None, what, Path, nargs="+")
     add_prefix_arguments(parser)
 
 

@@ -38,31 +38,19 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     option = options(parser.add_argument_group("server"))
     option("--url", "http://127.0.0.1:30000", "address of the server")
     option("--api-key", None, "sent as a bearer token; a flush may need the admin key")
-    option(
-        "--api", GENERATE, "SGLang's own API, or OpenAI's chat for other servers", (GENERATE, CHAT)
-    )
-    option(
-        "--form",
-        None,
-        "prompts as token ids or text (default: text for real texts, ids for generated ones)",
-        FORMS,
-    )
+    what = "SGLang's own API, or OpenAI's chat for other servers"
+    option("--api", GENERATE, what, (GENERATE, CHAT))
+    what = "prompts as token ids or text (default: text for real texts, ids for generated ones)"
+    option("--form", None, what, FORMS)
     option("--vocabulary", 32_000, "generated token ids are below this number", positive)
     option("--timeout-s", 600.0, "deadline of a request")
-    option(
-        "--start",
-        COLD,
-        "initial state. cold: no earlier KV can hit, at any point; populated: every document "
-        "was computed once, then the server's own cache flushed",
-        (COLD, POPULATED, AS_IS),
-    )
+    what = "initial state. cold: no earlier KV can hit, at any point; populated: every document "
+    what += "was computed once, then the server's own cache flushed"
+    option("--start", COLD, what, (COLD, POPULATED, AS_IS))
     option("--no-flush", False, "never flush the server's cache between points")
     option("--settle-s", 2.0, "pause for write-through before a flush")
-    option(
-        "--warmup SHARE",
-        0.1,
-        "share of the requests that are sent first and not counted (default 0.1)",
-    )
+    what = "share of the requests that are sent first and not counted (default 0.1)"
+    option("--warmup SHARE", 0.1, what)
 
 
 @dataclass

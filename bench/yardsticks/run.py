@@ -52,12 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--seed", 42, "seed of the workload (%(default)s)")
     option("--capacity", "1GiB", "bytes of entries kept (%(default)s)")
     option("--memory", "6GiB", "limit of a round's process (%(default)s)")
-    option(
-        "--durability",
-        "flush",
-        "durability of tutti and direct; the own backend always flushes (%(default)s)",
-        ("process", "flush"),
-    )
+    what = "durability of tutti and direct; the own backend always flushes (%(default)s)"
+    option("--durability", "flush", what, ("process", "flush"))
     option("--out", None, "also write the result to this file (JSON)", Path)
 
 

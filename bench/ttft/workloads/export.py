@@ -35,13 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--out", None, "file to write (default: write nothing)", Path)
     option("--rate", 1.0, "requests/s of the timestamps")
     option("--seed", 1, "seed of the arrivals")
-    option(
-        "--capacity-tokens N",
-        [],
-        "print the hit rates of plain LRU caches of so many tokens",
-        int,
-        nargs="*",
-    )
+    what = "print the hit rates of plain LRU caches of so many tokens"
+    option("--capacity-tokens N", [], what, int, nargs="*")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -96,19 +96,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     option("--hub", False, "fetch the data set's files")
     option("--tasks TASK", [], "tasks to include (default: all)", nargs="*")
     option("--order", None, "order of requests (default: shuffled; round-robin for LooGLE)", ORDERS)
-    option(
-        "--requests N",
-        None,
-        "number of requests (default: 3000; LooGLE 4000; a trace: all)",
-        positive,
-    )
+    what = "number of requests (default: 3000; LooGLE 4000; a trace: all)"
+    option("--requests N", None, what, positive)
     option("--workload-seed", 1, "seed of the requests")
-    option(
-        "--context-tokens",
-        128 * 1024,
-        "skip requests longer than this, prompt and answer together",
-        positive,
-    )
+    what = "skip requests longer than this, prompt and answer together"
+    option("--context-tokens", 128 * 1024, what, positive)
     option("--scale", 1.0, "factor for the lengths of generated documents")
     option("--skip-malformed", False, "skip malformed rows and count them")
 
