@@ -79,7 +79,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "kv_cache": (
         *_TRANSFERS,
         *(f"bench/yardsticks/{name}.py" for name in ("backends", "round", "run")),
-        "bench/residency/control_group.py",
+        *("bench/residency/control_group.py", "bench/meter.py"),
     ),
     "paths": (*_TRANSFERS, *_RIG, "bench/members.py", "bench/paths.py"),
     "peers": (
@@ -107,7 +107,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/ring.py", "bench/controller_memory.py", _STATISTICS),
     ),
     "second_tier": (
-        *(*_TRANSFERS, "tutti/cluster", "bench/pool_file.py"),
+        *(*_TRANSFERS, "tutti/cluster", "bench/pool_file.py", "bench/meter.py"),
         *(f"bench/{name}.py" for name in ("second_tier", "mooncake_cluster", "mooncake_reader")),
     ),
     "serving": (
@@ -116,7 +116,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/yardsticks/{name}.py" for name in ("serving", "serving_steps", "sglang_clients")),
         *(f"bench/ttft/{name}.py" for name in ("arrivals", "client", "http", "metrics")),
         *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
-        *("bench/ttft/workloads", *_TRACES),
+        *("bench/ttft/workloads", *_TRACES, "bench/meter.py"),
     ),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack": (

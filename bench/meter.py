@@ -1,13 +1,19 @@
-"""Wall time, CPU time and latencies of the timed parts of a benchmark."""
+"""Wall time, CPU time and latencies of the timed parts of a benchmark, and their order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tutti.bench.statistics import percentile
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """The names, each turn another first and last: what runs late finds a warmer machine."""
+    first = turn % max(1, len(names))
+    return [*names[first:], *names[:first]]
 
 
 class Meter:

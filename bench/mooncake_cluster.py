@@ -32,9 +32,9 @@ def own_cluster(nbytes: int) -> Iterator[str]:
 
     Raises Unsupported without Mooncake.
     """
-    port = free_port()
+    port = _free_port()
     master = f"{_HERE}:{port}"
-    serves = (f"--rpc_address={_HERE}", f"--rpc_port={port}", f"--metrics_port={free_port()}")
+    serves = (f"--rpc_address={_HERE}", f"--rpc_port={port}", f"--metrics_port={_free_port()}")
     with contextlib.ExitStack() as running:
         running.enter_context(_started("mooncake_master", *serves, "--client_ttl=5"))
         deadline_s = time.monotonic() + _WAIT_S
@@ -43,7 +43,7 @@ def own_cluster(nbytes: int) -> Iterator[str]:
                 raise DeviceTimeout("Mooncake's master does not listen; start it to see why")
             time.sleep(_POLL_S)
         for _ in range(_SEGMENTS):
-            at = (f"--host={_HERE}", f"--port={free_port()}", f"--master_server_address={master}")
+            at = (f"--host={_HERE}", f"--port={_free_port()}", f"--master_server_address={master}")
             memory = f"--global_segment_size={nbytes}"
             metadata = "--metadata_server=P2PHANDSHAKE"
             running.enter_context(_started("mooncake_client", *at, metadata, memory))
@@ -69,8 +69,7 @@ def _started(name: str, *options: str) -> Iterator[None]:
             process.kill()
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_HERE, 0))
         return int(probe.getsockname()[1])

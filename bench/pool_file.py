@@ -11,6 +11,7 @@ from typing import Any
 
 from tutti import store as object_store
 from tutti.base.terminal import ProgressFactory
+from tutti.bench.writable import options
 from tutti.errors import ConfigError, PoolExists
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
@@ -24,34 +25,22 @@ from tutti.transfers.store_config import StoreConfig
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Where a benchmark writes."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--dir",
-        nargs="+",
-        default=["."],
-        metavar="PLACE",
-        help="directories for the pool's files, one in each (default: the current one); or blank"
-        " devices and drives, which are erased at the end",
-    )
-    where.add_argument(
-        "--path",
-        nargs="+",
-        help="members of the pool: new files, which are removed at the end, folders for such files,"
-        " or blank devices and drives, which are erased at the end",
-    )
-    parser.add_argument(
-        "--force",
-        action="append",
-        default=[],
-        metavar="SERIAL",
-        help="overwrite the drive with this serial number; repeat for each drive",
-    )
+    option = options(parser.add_mutually_exclusive_group())
+    what = "directories for the pool's files, one in each (default: the current one); or blank"
+    what += " devices and drives, which are erased at the end"
+    option("--dir PLACE", ["."], what)
+    what = "members of the pool: new files, which are removed at the end, folders for such files,"
+    what += " or blank devices and drives, which are erased at the end"
+    option("--path", None, what, nargs="+")
+    what = "overwrite the drive with this serial number; repeat for each drive"
+    options(parser)("--force SERIAL", [], what, action="append")
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the pools of a benchmark lie, and how they are opened."""
     add_place_arguments(parser)
-    for option, choices, meaning in (
+    option = options(parser)
+    for name, choices, what in (
         ("--verify", ("always", "sampled", "off"), "loads to verify by their digests"),
         (
             *("--durability", ("process", "flush")),
@@ -60,12 +49,9 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         ("--executor", ("auto", "uring", "threads"), "how files are read and written"),
         ("--memory-pages", ("huge", "ordinary"), "kind of memory pages for the buffers of loads"),
     ):
-        parser.add_argument(option, choices=choices, default=choices[0], help=meaning)
-    parser.add_argument(
-        "--prewrite",
-        action="store_true",
-        help="write the pool's files once before measuring, like a pool in long use",
-    )
+        option(name, choices[0], what, choices)
+    what = "write the pool's files once before measuring, like a pool in long use"
+    option("--prewrite", False, what)
 
 
 def pool_paths(args: argparse.Namespace, name: str) -> list[str]:

@@ -35,12 +35,12 @@ from tutti.base.arrays import Keys
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, format_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.meter import in_turn
 from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
 from tutti.bench.mooncake_reader import ASKED, Reader
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.statistics import (
     bootstrap_median,
-    in_turn,
     interval_text,
     median,
     percentile,

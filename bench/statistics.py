@@ -56,12 +56,6 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> Interval:
     return Interval(float(np.median(sample)), float(low), float(high))
 
 
-def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The names, each turn another first and last: what runs late finds a warmer machine."""
-    first = turn % max(1, len(names))
-    return [*names[first:], *names[:first]]
-
-
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Quotients of paired measurements; pairs whose divisor is 0 are left out."""
     assert len(above) == len(below), "measurements come in pairs"

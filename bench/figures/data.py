@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def read_csv(path: Path, kind: str) -> list[Row]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read {path.name}: {error}; give a CSV of this figure") from error
     return checked(rows, kind, path.name)
+
+
+def read_result(path: Path, wanted: str) -> dict[str, Any]:
+    """A result, of which `path` is the file or the folder.  Raises ConfigError."""
+    path = path / RESULT if path.is_dir() else path
+    try:
+        with open_regular(path) as file:
+            result = json.loads(file.read())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path.name}: {error}; give {wanted}") from error
+    if not isinstance(result, dict):
+        raise ConfigError(f"{path.name} is not a result of a benchmark")
+    return result
 
 
 def checked(rows: Sequence[Mapping[str, Any]], kind: str, name: str) -> list[Row]:

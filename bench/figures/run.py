@@ -9,13 +9,11 @@ reads under a memory limit.  paper: all figures of the papers, from a folder of 
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
-from tutti.base.checks import open_regular
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.figures import data
 from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
@@ -129,14 +127,7 @@ def _read(
 ) -> list[data.Row]:
     if path.suffix == ".csv":
         return data.read_csv(path, kind)
-    path = path / data.RESULT if path.is_dir() else path
-    try:
-        with open_regular(path) as file:
-            result = json.loads(file.read())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path.name}: {error}; give a result or a CSV") from error
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path.name} is not a result of a benchmark")
+    result = data.read_result(path, "a result or a CSV")
     nothing = {"gpus": 1.0, "dram_gb": 0.0, "ssd_gb": 0.0}
     machine = machines.get(str(result.get("system")), nothing)
     return data.rows_of(result, kind, path.name, page_tokens=page_tokens, **machine)

@@ -29,12 +29,13 @@ from tutti.bench.figures.data import RESIDENCY
 from tutti.bench.figures.data import rows_of as figure_rows
 from tutti.bench.figures.run import write_figure
 from tutti.bench.members import refuse
+from tutti.bench.meter import in_turn
 from tutti.bench.pool_file import pool_paths
 from tutti.bench.residency import moving
 from tutti.bench.residency.cell import CONFIGURATIONS
 from tutti.bench.residency.control_group import memory_group
 from tutti.bench.shape import parse_shape
-from tutti.bench.statistics import in_turn, median
+from tutti.bench.statistics import median
 from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Unsupported
 from tutti.gio_uring.file_member import FileMember

@@ -75,8 +75,10 @@ class Device:
         self, timeline: Timeline, read_bytes_per_s: float, write_bytes_per_s: float, slower: float
     ) -> None:
         self._timeline = timeline
-        self._read = _Channel(read_bytes_per_s / 1e9)
-        self._write = _Channel(write_bytes_per_s / 1e9)
+        self._read, self._write = (
+            _Channel(read_bytes_per_s / 1e9),
+            _Channel(write_bytes_per_s / 1e9),
+        )
         self._slower = max(1.0, slower)
         self._since_ns = 0
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.base.checks import open_regular
+from tutti.bench.figures import data
 from tutti.bench.figures.data import RESULT
 from tutti.bench.ttft.client import Record
 from tutti.errors import ConfigError
@@ -81,12 +81,7 @@ class Output:
 
 def read_result(path: Path) -> dict[str, Any]:
     """A result of `tutti bench ttft`: its folder or its JSON file.  Raises ConfigError."""
-    path = path / RESULT if path.is_dir() else path
-    try:
-        with open_regular(path) as file:
-            result = json.loads(file.read())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path.name}: {error}; give a result.json") from error
-    if not isinstance(result, dict) or result.get("benchmark") not in ("ttft", "ttft-prefix"):
+    result = data.read_result(path, "a result.json")
+    if result.get("benchmark") not in ("ttft", "ttft-prefix"):
         raise ConfigError(f"{path.name} is not a result of `tutti bench ttft`")
     return result

@@ -24,8 +24,9 @@ from typing import Any
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, format_nbytes, parse_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.meter import in_turn
 from tutti.bench.residency.control_group import memory_group
-from tutti.bench.statistics import bootstrap_median, in_turn, interval_text, median, ratios
+from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
 from tutti.bench.writable import check_writable, options
 from tutti.bench.yardsticks.round import SYSTEMS, RoundPlan
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError, Unsupported

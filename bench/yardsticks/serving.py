@@ -20,6 +20,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,7 @@ from typing import Any
 
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.environment import describe
-from tutti.bench.mooncake_cluster import free_port
-from tutti.bench.statistics import in_turn
+from tutti.bench.meter import in_turn
 from tutti.bench.ttft.http import Endpoint, ServerError
 from tutti.bench.ttft.recipes import RECIPES
 from tutti.bench.ttft.server_control import Control
@@ -263,7 +263,7 @@ def _server(
     cell: Cell, args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Port and facts of a server of `tutti bench serve`, which is ended afterwards."""
-    info, log, port = folder / "info.json", folder / "log", free_port()
+    info, log, port = folder / "info.json", folder / "log", _free_port()
     words = ["bench", "serve", cell.system, "--model", args.model, "--dir", str(folder / "kv")]
     words += ["--capacity", cell.capacity, "--dram", args.dram, "--page-size", str(args.page_size)]
     words += ["--port", str(port), "--info", str(info), "--json", f"--more={args.more}"]
@@ -291,6 +291,12 @@ def _server(
                 process.wait(_END_S)
             finally:
                 process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 HEAD = (
