@@ -39,7 +39,8 @@ class Limits:
         cannot be overtaken.
     late_window_us: likewise, of a load of the running step while nothing can go between its reads:
         there is too little slack for the writes that wait, or it will be late to its last layer in
-        any case.  Each window costs a decision.
+        any case.  Each window costs a decision.  Also of writes that stop when a load comes, on a
+        drive that slows down under them: a smaller put that comes meanwhile has to wait for them.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
         have to wait for two of them.  Reads of a load that is all there is go as far ahead.
@@ -97,8 +98,10 @@ class SlackPolicy:
     * Writes: as many as fit between now and the tightest deadline.  Where interference doubles the
       time of a transfer or worse, both directions take turns; else writes go together with reads.
     * Pressure: writes get device time without slack where an expected put would not fit; see
-      `room.py`.  On a drive that slowed down under them, those with the fewest pages left go first,
-      until the oldest waited for ``write_patience_us``: each makes room only once it is whole.
+      `room.py`.
+    * Order of writes: the oldest first.  On a drive that slowed down under them, those with the
+      fewest pages left go first, with slack, without it and where no load waits, until the oldest
+      waited for ``write_patience_us``: each makes room only once it is whole.
     * Starvation: a write older than ``write_patience_us`` goes all the same, one unit each time,
       in ``forced_share`` of the device's time.  So a write that has k units before it and in it is
       issued within ``write_patience_us + k * (drain + unit / forced_share)``, where ``drain`` is
@@ -161,14 +164,15 @@ class SlackPolicy:
 
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
-        factor = state.estimates.write.factor
-        oldest = next(iter(state.unwritten.values()))
-        burst_ns = self._run_ns if oldest.can_stop else self._idle_burst_ns
+        write, unwritten = state.estimates.write, self._in_order(state)
+        factor = write.factor
+        run_ns = self._late_window_ns if write.slowed > 1 else self._run_ns
+        burst_ns = run_ns if next(iter(unwritten.values())).can_stop else self._idle_burst_ns
         if state.writing.flying_ns * factor > burst_ns:
             return NOTHING
         if state.reading.flying and self._takes_turns(state):
             return NOTHING  # what flies was issued ahead; its end decides
-        writes = writes_for(state.unwritten, burst_ns / factor, gone)
+        writes = writes_for(unwritten, burst_ns / factor, gone)
         return Decision((), writes) if writes else NOTHING
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
@@ -195,7 +199,7 @@ class SlackPolicy:
         budget_ns = self._burst_ns
         if slack_ns is not None and cost > 0:
             budget_ns = min(budget_ns, int(slack_ns / cost) - left_ns)
-        writes = self._burst(state, budget_ns, gone, state.unwritten)
+        writes = self._burst(state, budget_ns, gone)
         return Decision(() if turns else self._reads(state), writes)
 
     def _without_slack(
@@ -216,10 +220,7 @@ class SlackPolicy:
             return self._until(state, chance_ns, turns, needed_ns)
         if turns and state.reading.flying:
             return NOTHING  # as with slack
-        unwritten, too_old_ns = state.unwritten, oldest.arrived_ns + self._write_patience_ns
-        if pressure > 0 and state.estimates.write.slowed > 1 and now_ns < too_old_ns:
-            unwritten = fewest_left_first(unwritten)
-        writes = self._burst(state, budget_ns, gone, unwritten)
+        writes = self._burst(state, budget_ns, gone)
         reads = () if turns else self._reads(state)
         took_ns = sum(issue.count * state.writes[issue.name].write_ns for issue in writes)
         gap_ns = round(took_ns * state.estimates.write.factor / share)
@@ -253,9 +254,14 @@ class SlackPolicy:
             return max(unit_ns, burst_ns), share
         return max(unit_ns, self._idle_burst_ns), least
 
-    def _burst(
-        self, state: State, budget_ns: int, gone: tuple[str, ...], unwritten: dict[str, Write]
-    ) -> tuple[Issue, ...]:
+    def _in_order(self, state: State) -> dict[str, Write]:
+        """The writes that may be issued, those first that go first."""
+        too_old_ns = next(iter(state.unwritten.values())).arrived_ns + self._write_patience_ns
+        if state.estimates.write.slowed > 1 and state.now_ns < too_old_ns:
+            return fewest_left_first(state.unwritten)
+        return state.unwritten
+
+    def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
         """Writes that take so long, one unit at least; none while the device has enough of them.
 
         A device that stalls is not given more and more.
@@ -265,7 +271,7 @@ class SlackPolicy:
         flying_ns = state.writing.flying_ns * estimates.write.factor
         if left_ns > self._burst_ns // 2 or flying_ns > self._burst_ns:
             return ()
-        return writes_for(unwritten, budget_ns / estimates.write.factor, gone)
+        return writes_for(self._in_order(state), budget_ns / estimates.write.factor, gone)
 
     def _slack_ns(self, state: State, needed_ns: float) -> int | None:
         """How long the device may do something else before a layer is late; None: no limit.
