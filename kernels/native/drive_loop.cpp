@@ -55,7 +55,7 @@ void ServiceThread::loop() {
   u64 now = monotonic_ns();
   while (must_run()) {
     const u64 clock_ns = controller_->clock_ns(now);
-    accept(clock_ns);
+    accept();
     if (issue(now, clock_ns)) sq_ring<WordDoorbell>(qp_);
     const bool busy = !finished_.empty() || !to_digest_.empty() || !is_attended_;
     const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
@@ -92,7 +92,7 @@ bool ServiceThread::must_run() {
   return !(engine_->stop_ && incoming_.empty() && parts_.empty());
 }
 
-void ServiceThread::accept(u64 clock_ns) {
+void ServiceThread::accept() {
   std::list<Part> arrived;
   {
     std::lock_guard<std::mutex> lock(engine_->mutex_);
@@ -100,11 +100,9 @@ void ServiceThread::accept(u64 clock_ns) {
   }
   while (!arrived.empty()) {  // bounded by what was submitted
     Part* part = &arrived.front();
-    const JobConfig& config = part->job->config;
     part->itself = arrived.begin();
     part->order = ++order_;
     parts_.splice(parts_.end(), arrived, part->itself);
-    if (config.priority == kLoads && config.held == 0) begin_load(part, clock_ns);
     if (part->job->cancel || engine_->stop_) is_attended_ = false;  // it was too late for that look
     list(part);
   }
@@ -118,6 +116,7 @@ void ServiceThread::begin_load(Part* part, u64 clock_ns) {
                            << config.iocb.lba_shift;
   const u64 nbytes = part->layer_nbytes = layer_nbytes * part->n_runs / config.iocb.n_runs;
   const u64 rate = std::max(window_of(kind_of_direction_[0]).rate(), kDefaultRate / 10);
+  part->has_begun = true;
   part->group_until_ns = clock_ns + kOpeningNs;
   part->interval_ns = nbytes * 1000 / (rate / 1'000'000);
   const u64 past_ns = part->next / part->n_runs * part->interval_ns;
@@ -139,13 +138,15 @@ void ServiceThread::end_due(Part* part) {
   part->is_due = false;
 }
 
-// Puts a part with commands to issue where its next layer's turn is.
+// Puts a part with commands to issue where its next layer's turn is.  A held load may be granted
+// before it arrives here, or later: it begins when it is.
 void ServiceThread::list(Part* part) {
   const u32 priority = std::min<u32>(part->job->config.priority, kStores);
   const u64 layer = part->next / part->n_runs;
   u64 due_ns = 0;
   if (priority == kLoads) {
-    if (part->is_ahead && !part->job->ahead) begin_load(part, clock_ns());
+    const bool begins = !part->has_begun && is_granted(*part);
+    if (begins || (part->is_ahead && !part->job->ahead)) begin_load(part, clock_ns());
     due_ns = part->due_ns + layer * part->interval_ns;
     if (layer + 1 >= part->job->n_layers) end_due(part);
   }
@@ -397,9 +398,7 @@ void ServiceThread::list_granted() {
     Part* part = here->part;
     if (!part->job->done && !is_granted(*part)) continue;
     part->place = held_.extract(here);
-    if (part->job->done) continue;
-    if (part->due_ns == 0 && part->job->config.priority == kLoads) begin_load(part, clock_ns());
-    list(part);
+    if (!part->job->done) list(part);
   }
 }
 

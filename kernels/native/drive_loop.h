@@ -41,6 +41,7 @@ struct Part {
   u64 blocked_ns = 0;    // since when the mover is behind
   u32 outstanding = 0;
   u32 in_flight = 0;                // of these, those that the drive has
+  bool has_begun = false;           // a load that may be issued
   bool is_ahead = false;            // nothing waited for its layers when it was last listed
   bool is_due = false;              // counted in ServiceThread::loads_due_
   bool from_idle = false;           // nothing was in flight when its first command was issued
@@ -101,7 +102,7 @@ class ServiceThread {
 
   void loop();
   bool must_run();
-  void accept(u64 clock_ns);
+  void accept();
   void begin_load(Part* part, u64 clock_ns);
   void end_due(Part* part);
   void list(Part* part);

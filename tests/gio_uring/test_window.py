@@ -253,6 +253,22 @@ def test_layers_arrive_when_they_are_needed(make, pace: float) -> None:  # type:
     assert (least_ns > 1.05 * bound_ns) == (pace == 1)
 
 
+def test_a_held_load_begins_as_others_do_also_if_it_is_granted_at_once(make) -> None:  # type: ignore[no-untyped-def]
+    """Before the service thread has it, or after: the first layer does not wait for later ones."""
+    rig = make(parallelism=Parallelism(is_shared=True))
+    for _ in range(20):
+        rig.load(PAGES)
+    most_ns = 1.5 * max(int(rig.load(PAGES)[0]) for _ in range(20))
+    for turn in range(40):
+        begin_ns = rig.controller.now_ns
+        job, ready = rig.submit(PAGES, held=True)
+        if turn % 2:
+            time.sleep(0.002)
+        job.grant(LAYERS, 2**32 - 1, None)
+        assert job.wait_released(20)
+        assert ready[0] - begin_ns <= most_ns
+
+
 def test_a_command_that_never_ends_does_not_stop_the_drive(make) -> None:  # type: ignore[no-untyped-def]
     """Not even the one that a load begins with, alone."""
     rig = make()
