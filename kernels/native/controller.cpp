@@ -251,13 +251,16 @@ void Controller::apply_changes() {
 int Controller::start() {
   if (!claim()) return -EBUSY;
   stop_ = false;
+  expect_rings(1);
   const int result = without_exceptions([this] {
     thread_ = std::thread([this] {
       while (!stop_) service(kIdleNs);  // bounded by stop()
     });
     return 0;
   });
-  if (result != 0) unclaim();
+  if (result == 0) return 0;
+  expect_rings(-1);
+  unclaim();
   return result;
 }
 
@@ -266,6 +269,7 @@ void Controller::stop() {
   stop_ = true;
   wake();
   thread_.join();
+  expect_rings(-1);
   unclaim();
 }
 

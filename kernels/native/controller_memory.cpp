@@ -15,11 +15,8 @@ namespace gio {
 
 namespace {
 
-constexpr u32 kBatch = 64;        // commands of one queue in one turn
-constexpr u32 kSpins = 200;       // looks at the doorbells before sleeping
-constexpr u32 kBusyTurns = 1000;  // idle turns after which sleeps get longer
-constexpr u64 kNapNs = 50'000;
-constexpr u64 kLongNapNs = 1'000'000;
+constexpr u32 kBatch = 64;   // commands of one queue in one turn
+constexpr u32 kSpins = 200;  // looks at the doorbells before sleeping
 constexpr u64 kSecondNs = 1'000'000'000;
 
 void relax() { __builtin_ia32_pause(); }
@@ -58,26 +55,19 @@ int MemoryController::map_medium() {
 }
 
 u32 MemoryController::service(u64 timeout_ns) {
-  u32 posted = turn();
-  if (posted != 0 || timeout_ns == 0) {
-    idle_turns_ = 0;
-    return posted;
-  }
+  const u32 posted = turn();
+  if (posted != 0 || timeout_ns == 0) return posted;
   for (u32 i = 0; i < kSpins; ++i) {
     if (is_rung()) return turn();
     relax();
   }
-  const u64 nap_ns = idle_turns_ < kBusyTurns ? kNapNs : kLongNapNs;
-  ++idle_turns_;
   {
     std::unique_lock<std::mutex> lock(wake_mutex_);
-    woken_.wait_for(lock, std::chrono::nanoseconds(std::min(sleep_limit(timeout_ns), nap_ns)),
+    woken_.wait_for(lock, std::chrono::nanoseconds(sleep_limit(timeout_ns)),
                     [this] { return is_woken_; });
     is_woken_ = false;
   }
-  posted = turn();
-  if (posted != 0) idle_turns_ = 0;
-  return posted;
+  return turn();
 }
 
 void MemoryController::wake() {

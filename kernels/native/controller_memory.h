@@ -207,7 +207,6 @@ class MemoryController final : public Controller {
   std::vector<u64> channel_until_ns_;
 
   // Of the servicing thread alone.
-  u32 idle_turns_ = 0;
   bool has_held_ = false;
 
   std::mutex wake_mutex_;

@@ -75,6 +75,7 @@ class ServiceThread {
   void add_stats(EngineStats* stats) const;
   WindowStats window_stats() const;
   u64 clock_ns() const { return controller_->clock_ns(monotonic_ns()); }
+  int hashes_on() const { return hashes_on_.load(std::memory_order_relaxed); }
 
  private:
   struct Command {
@@ -97,6 +98,7 @@ class ServiceThread {
   static constexpr u32 kSizes = 4;
   static constexpr u32 kKinds = 2 * kSizes;
   static constexpr u32 kAlways = 256;
+  static constexpr int kNowhere = -2;
   static constexpr u64 kOpeningNs = 200'000'000;  // how long a load may keep all others waiting
   static u32 kind_of(u32 opcode, u64 nbytes);
 
@@ -126,6 +128,7 @@ class ServiceThread {
   void check_deadlines(u64 now);
   void finish(Part* part, const Completed& completed);
   void digest_command(Part* part, const Completed& completed);
+  void hash(const DigestTask& task);
   bool may_issue(const Part& part) const;
   bool is_granted(const Part& part) const;
   void list_granted();
@@ -179,6 +182,8 @@ class ServiceThread {
   u64 reset_timeout_ns_ = 0;
   int reset_result_ = 0;
 
+  u64 next_move_ns_ = 0;
+  std::atomic<int> hashes_on_{kNowhere};  // processor
   std::atomic<bool> is_attended_{true};
   std::atomic<u64> stats_[kStats] = {};
   std::atomic<u64> window_stats_[sizeof(WindowStats) / sizeof(u64)] = {};

@@ -236,6 +236,7 @@ class Engine {
   // What service threads and workers share: called in any of them.
   void digest(const DigestTask& task);
   bool offer(const DigestTask& task);  // false: no worker is free
+  bool is_hashing_on(int processor) const;
   void layer_command_ended(Job* job, u32 layer);
   void mark_pages(Job* job, u32 first, u32 end, u32 status);
   void abandon(Job* job, u32 status);

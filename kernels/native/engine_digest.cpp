@@ -1,5 +1,7 @@
 // Digests of slices: by the workers, or by the service thread where none of them is free, so that
 // progress never depends on a worker.
+#include <sched.h>
+
 #include <algorithm>
 
 #include "drive_loop.h"
@@ -10,6 +12,16 @@ namespace gio {
 namespace {
 
 constexpr u64 kOffloadNbytes = 128 << 10;  // less is hashed sooner than handed over
+constexpr u64 kMoveNs = 1'000'000;         // a thread leaves a processor at most so often
+
+// Moves this thread to another processor; from there it may go wherever it was allowed to be.
+void leave(int processor) {
+  cpu_set_t all;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  cpu_set_t others = all;
+  CPU_CLR(processor, &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
 
 }  // namespace
 
@@ -37,7 +49,31 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
   }
   ++job->refs;  // dropped when the task is done
   const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
-  if (nbytes < kOffloadNbytes || !engine_->offer(task)) engine_->digest(task);
+  if (nbytes < kOffloadNbytes) {
+    engine_->digest(task);
+  } else if (!engine_->offer(task)) {
+    hash(task);
+  }
+}
+
+// What takes a while.  A service thread that is hashing on the processor on which this one runs
+// waits for it, and the kernel may leave both there for as long as a load takes, although another
+// processor has less to do.
+void ServiceThread::hash(const DigestTask& task) {
+  int processor = sched_getcpu();
+  if (engine_->is_hashing_on(processor) && monotonic_ns() >= next_move_ns_) {
+    leave(processor);
+    processor = sched_getcpu();
+    next_move_ns_ = monotonic_ns() + kMoveNs;
+  }
+  hashes_on_ = processor;
+  engine_->digest(task);
+  hashes_on_ = kNowhere;
+}
+
+bool Engine::is_hashing_on(int processor) const {
+  return std::any_of(threads_.begin(), threads_.end(),
+                     [processor](const auto& thread) { return thread->hashes_on() == processor; });
 }
 
 // Hashes slices that have arrived, or are being written, which then counts as the end of a command.

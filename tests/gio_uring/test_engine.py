@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,20 @@ def test_an_engine_whose_device_is_lost_says_so() -> None:
     assert not job.report().released
     rig.controller.release()
     assert job.wait_released(5)
+
+
+def wake_ups() -> int:
+    """How often threads of this process slept and woke up."""
+    found = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    return sum(int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in found)
+
+
+def test_an_engine_with_nothing_to_do_sleeps(rig: Rig) -> None:
+    """Its commands come from its own thread, so no doorbell has to be looked at."""
+    assert rig.submit(OPCODE_READ, list(range(PAGES))).wait_released(5)
+    before = wake_ups()
+    time.sleep(0.5)
+    assert wake_ups() - before < 50
 
 
 def test_one_engine_serves_a_controller(rig: Rig) -> None:
