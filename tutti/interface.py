@@ -26,7 +26,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable
-from tutti.transfers.put_request import PutRequest, checked_pages
+from tutti.transfers.put_request import PutRequest, check_lengths
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
@@ -222,7 +222,8 @@ class Store(ABC):
         write into ``pages``; after any other error nothing does.
         """
         array, paged = as_keys(keys), self._memory(memory)
-        numbers = checked_pages(array, pages, paged, once=self.config.verify != "off")
+        numbers = paged.check_pages(pages, once=self.config.verify != "off")
+        check_lengths(array, numbers)
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:

@@ -66,6 +66,16 @@ def test_page_numbers_are_checked() -> None:
             memory.check_pages(bad)
 
 
+@pytest.mark.parametrize("n", [2, 500])
+def test_a_page_may_have_to_be_named_once(n: int) -> None:
+    memory, pages = flat_memory(1 << 20, 4096, 1000), np.arange(n)
+    assert np.array_equal(memory.check_pages(pages, once=True), pages)
+    pages[-1] = 0
+    assert np.array_equal(memory.check_pages(pages), pages)
+    with pytest.raises(ConfigError, match="twice"):
+        memory.check_pages(pages, once=True)
+
+
 def test_memory_must_fit_its_segments() -> None:
     bases = np.zeros((2, 2), np.uint64)
     with pytest.raises(ConfigError, match="shape"):

@@ -122,3 +122,22 @@ def test_a_library_of_other_sources_says_what_to_run(
     subprocess.run(command, check=True, timeout=60)
     with pytest.raises(NativeError, match=f"{said}.*make install"):
         native.load(library)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64, "S7", [("a", "<u4"), ("b", "u1", 3)]])
+def test_the_address_of_an_array(dtype: npt.DTypeLike) -> None:
+    array = np.zeros((6, 4), dtype)
+    array.flags.writeable = False
+    for part in (array, array[2:], array[1, 1:], array[5, 3:], array[:0], array.reshape(-1)):
+        assert native.address(part) == part.__array_interface__["data"][0]
+    for part in (array.T, array[:, 1], array[::2], array[::-1]):
+        with pytest.raises(AssertionError, match="contiguous"):
+            native.address(part)
+    with pytest.raises(AssertionError, match="only an array"):
+        native.address(memoryview(array.tobytes()))  # type: ignore[arg-type]
+
+
+def test_arrays_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_DATA", native._DATA + 8)
+    with pytest.raises(NativeError, match="numpy"):
+        native.load(native._path())

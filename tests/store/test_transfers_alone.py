@@ -69,19 +69,22 @@ def test_a_transfer_that_is_alone_starts_before_its_decision(
         assert counters["ignored"] == 0
 
 
-def test_a_page_that_is_there_and_alone_is_found_by_the_writer(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("n", [1, 4])
+def test_few_pages_that_are_there_and_alone_are_found_by_the_writer(
+    rng: np.random.Generator, n: int
+) -> None:
     seen: list[Any] = []
     schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
     with opened(formatted(), schedule=schedule) as store:
         scheduler = asleep(store)
-        store.allocate_memory(1)
-        keys = some_keys(rng, 1)
-        assert store.put(keys, [0]).wait(10) == PutResult(stored=1, present=0, dropped=0)
-        assert store.put(keys, [0]).wait(10) == PutResult(stored=0, present=1, dropped=0)
+        store.allocate_memory(n)
+        keys, pages = some_keys(rng, n), np.arange(n)
+        assert store.put(keys, pages).wait(10) == PutResult(stored=n, present=0, dropped=0)
+        assert store.put(keys, pages).wait(10) == PutResult(stored=0, present=n, dropped=0)
         wait_idle(scheduler)
         counters = scheduler.counters()
-        assert [one.there for one in seen if isinstance(one, PagesWritten)] == [0, 1]
-        assert (counters["written_pages"], counters["measurements"]) == (1, 1)
+        assert [one.there for one in seen if isinstance(one, PagesWritten)] == [0, n]
+        assert (counters["written_pages"], counters["measurements"]) == (n, 1)
 
 
 def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:

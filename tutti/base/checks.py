@@ -37,10 +37,11 @@ def takes(**rules: Rule) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         names = list(inspect.signature(function).parameters)
         names += [name for name in rules if name not in names]
         places = [(name, names.index(name), rule) for name, rule in rules.items()]
+        first = min(place for _, place, _ in places)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name, place, rule in places:
+            for name, place, rule in places if kwargs or len(args) > first else ():
                 if name in kwargs:
                     rule(name, kwargs[name])
                 elif place < len(args):

@@ -42,7 +42,7 @@ class Latch:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._waiting: deque[_thread.LockType] = deque()
+        self._waiting: list[_thread.LockType] = []
 
     def is_set(self) -> bool:
         """Whether it was set."""
@@ -53,7 +53,7 @@ class Latch:
         self._is_set = True
         while self._waiting:  # bounded: no more come
             with contextlib.suppress(IndexError):
-                self._waiting.popleft().release()
+                self._waiting.pop().release()
 
     def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
         """Waits until it is set.  False after the timeout."""

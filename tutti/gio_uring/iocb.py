@@ -94,14 +94,18 @@ class PagedMemory:
             io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
         return io
 
-    def check_pages(self, pages: npt.ArrayLike) -> U32:
-        """A copy of ``pages`` as uint32 (n,).  Raises PageRangeError."""
+    def check_pages(self, pages: npt.ArrayLike, *, once: bool = False) -> U32:
+        """A copy of ``pages`` as uint32 (n,).  once: each may be named once.
+
+        Raises PageRangeError, ConfigError for one that is named twice.
+        """
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
         if array.size:
             # A few numbers are looked at sooner one by one.
-            numbers = array.tolist() if array.size <= _FEW else (array.min(), array.max())
+            one_by_one = once or array.size <= _FEW
+            numbers = array.tolist() if one_by_one else (array.min(), array.max())
             low, high = int(min(numbers)), int(max(numbers))
             if low < 0 or high >= self.pages:
                 bad = low if low < 0 else high
@@ -109,6 +113,8 @@ class PagedMemory:
                     f"page {bad} is outside the registered memory of {self.pages} pages; "
                     f"use page numbers from 0 to {self.pages - 1}"
                 )
+            if once and len(set(numbers)) != len(numbers):
+                raise ConfigError("a page is named twice; give every key a page of its own")
         return array.astype(np.uint32, order="C")
 
 

@@ -36,6 +36,9 @@ class Job:
     is done.  native: the native job, which its submission writes before any service thread has it.
     """
 
+    _on_ready: Callable[[], None] | None = None
+    _released = False
+
     def __init__(
         self,
         engine: JobEngine,
@@ -50,9 +53,7 @@ class Job:
         self.tag = tag
         self.page_status = page_status
         self._callback = on_released
-        self._on_ready: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._released = False
         self._free = _native.quick().gio_job_free
 
     def __del__(self) -> None:

@@ -118,7 +118,7 @@ class Index:
             slot_mask=(1 << slots.bit_length()) - 1,
         )
         self._handle = ctypes.byref(self.native)
-        self._found, self._found_at = np.empty(0, np.int64), 0
+        self._found: tuple[Slots, int] = np.empty(0, np.int64), 0
         self._clear_catalogue()
 
     @property
@@ -137,8 +137,9 @@ class Index:
         """
         self.check_keys(keys)
         self.begin_use()
-        arguments = (address(keys), len(keys), self.uses, self._room(len(keys)))
-        return self._found[: quick().tutti_index_match(self._handle, *arguments)]
+        found, place = self._room(len(keys))
+        arguments = (address(keys), len(keys), self.uses, place)
+        return found[: quick().tutti_index_match(self._handle, *arguments)]
 
     def look(self, keys: Keys) -> Slots:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""
@@ -169,7 +170,7 @@ class Index:
     def has_any(self, keys: Keys) -> bool:
         """Whether `find` finds one of them."""
         self.check_keys(keys)
-        arguments = (address(keys), len(keys), self._room(len(keys)))
+        arguments = (address(keys), len(keys), self._room(len(keys))[1])
         return bool(quick().tutti_index_find(self._handle, *arguments))
 
     def absent(self, keys: Keys) -> Slots:
@@ -379,12 +380,12 @@ class Index:
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
         assert keys.dtype == _UINT8, "keys are uint8"
 
-    def _room(self, n: int) -> int:
-        """Where native code may write n slots of a look-up."""
-        if n > self._found.size:
-            self._found = np.empty(n, np.int64)
-            self._found_at = address(self._found)
-        return self._found_at
+    def _room(self, n: int) -> tuple[Slots, int]:
+        """Where native code may write n slots of a look-up: an array, and its address."""
+        if n > self._found[0].size:
+            found = np.empty(n, np.int64)
+            self._found = found, address(found)  # as one: an interrupt may strike in between
+        return self._found
 
     def _check_slots(self, slots: Slots) -> None:
         # The native side indexes with these: a wrong one would write outside the arrays.

@@ -17,6 +17,7 @@ from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index
 from tutti.placement.reuse import ReuseHistory
 
+_NOT_STARTED = -(1 << 32)  #: `kTuttiNotStarted`, to which an errno is added
 #: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
 MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
@@ -25,16 +26,17 @@ class LoadPlan:
     """Slots of the keys of a load, which are pinned, and what is known of them, in one block, which
     native code writes.
 
-    runs: how many runs the slots are.  more: words for each key behind what is described here.
-    rest: further words.
+    runs: how many runs the slots are.  refused: 0, or why the job that was to move them could not
+    be submitted, a negative errno: then nothing is pinned.
+    more: words for each key behind what is described here.  rest: further words.
     """
 
-    __slots__ = ("_keys", "_layers", "block", "runs")
+    __slots__ = ("_keys", "_layers", "block", "refused", "runs")
 
     def __init__(self, keys: int, layers: int, more: int, rest: int = 0) -> None:
         words = keys * (2 + layers + more) + keys // 8 + 2 + rest
         self.block: U64 = np.empty(words, np.uint64)
-        self._keys, self._layers, self.runs = keys, layers, 0
+        self._keys, self._layers, self.runs, self.refused = keys, layers, 0, 0
 
     @property
     def slots(self) -> Slots:
@@ -105,8 +107,8 @@ class LoadPlanner:
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        verify: digests of proven objects are wanted too.  start: the job that is to move them, see
-        tutti_load_start; ``plan.runs`` may say then why it could not be started.
+        verify: digests of proven objects are wanted too.  start: the job that is to move them if
+        one can, see tutti_load_start.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
@@ -118,11 +120,15 @@ class LoadPlanner:
         plan = plan or LoadPlan(n, self._layers, 0)
         arguments = (self._handle, address(keys), n, index.uses, verify, address(plan.block))
         if start is None:
-            plan.runs = quick().tutti_load_plan(*arguments)
+            runs = quick().tutti_load_plan(*arguments)
         else:
-            plan.runs = quick().tutti_load_start(*arguments, ctypes.byref(start))
-        if -1 - n < plan.runs < 0:
-            raise LookupError(-1 - plan.runs)
+            runs = quick().tutti_load_start(*arguments, ctypes.byref(start))
+        if runs >= 0:
+            plan.runs = runs
+        elif runs >= -n:
+            raise LookupError(-1 - runs)
+        else:
+            plan.refused = runs - _NOT_STARTED
         return plan
 
     def answer(self, keys: bytes, *, verify: bool, job: int) -> LoadAnswer:

@@ -17,9 +17,6 @@ from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
 from tutti.native import NativePutTables, address, members
 from tutti.pool.slot_extents import SlotPlaces
 
-#: A result of a load below it is this minus an errno of the submission.
-NOT_STARTED = -(1 << 32)
-
 
 class SlotJobStruct(ctypes.Structure):
     """`struct tutti_slot_job`."""

@@ -83,7 +83,8 @@ class InFlight(Owned):
 
         Raises PoolClosed while closing, ConfigError for memory that is being unregistered.
         """
-        self.check_open()
+        if self.closing or self.failure is not None:
+            self.check_open()
         if memory is not None:
             self._use(memory)
         self.in_flight += 1

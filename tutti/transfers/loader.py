@@ -38,7 +38,6 @@ from tutti.placement.load_plan import (
     LoadPlan,
 )
 from tutti.pool.record_table import RecordTable
-from tutti.pool.slot_jobs import NOT_STARTED
 from tutti.transfers.core import Core
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.starters import Order
@@ -201,26 +200,20 @@ class Loader:
         is_ours = memory.path is None
         plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words if is_ours else 0)
         settle = _Settle(self, progress, plan, memory)
-        job, struct = None, None
+        job, start = None, None
         try:
             if is_ours:
                 job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
                 progress.parts = [LoadPart(job, None, whole=False)]
-                struct = core.slot_jobs.struct(job, pages, memory, **order)
-            core.planner.begin(keys, verify=every, plan=plan, start=struct)
-        except BaseException as error:
-            if job is not None:
-                core.engine.forget_job(job)
-            progress.parts = []  # or they would keep each other and the memory
-            if not isinstance(error, LookupError):
-                raise
+                start = core.slot_jobs.struct(job, pages, memory, **order)
+            core.planner.begin(keys, verify=every, plan=plan, start=start)
+            core.engine.check_started(None, plan.refused)
+        except LookupError as error:
             raise _missing(error, len(keys)) from None
-        if job is not None and plan.runs < 0:
-            progress.parts = []
-            core.engine.check_started(job, plan.runs - NOT_STARTED)
-        if job is not None and not job.native:
-            core.engine.forget_job(job)
-            progress.parts = []
+        finally:
+            if job is not None and not job.native:  # the load failed, or takes other jobs
+                core.engine.forget_job(job)
+                progress.parts = []  # or they would keep each other and the memory
         self.begun += 1
         core.counters.load_runs += plan.runs
         return settle, every

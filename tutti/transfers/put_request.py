@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -53,9 +53,7 @@ class PutRequest(NamedTuple):
 
         Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
         """
-        n = len(keys)
-        if n != pages.size:
-            check_lengths(keys, pages)
+        n = len(check_lengths(keys, pages))
         if parent is not None:
             check_key("parent", parent)
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
@@ -265,13 +263,13 @@ class QueuedPut:
     progress: PutProgress
     left: int
     rows: Rows
-    name: str = ""
-    granted: int = 0
-    launched: int = 0
-    ended: int = 0
-    written: int = 0
-    is_free: bool = False
-    open: OpenParts | None = None
+    name: str = field(default="", init=False)
+    granted: int = field(default=0, init=False)
+    launched: int = field(default=0, init=False)
+    ended: int = field(default=0, init=False)
+    written: int = field(default=0, init=False)
+    is_free: bool = field(default=False, init=False)
+    open: OpenParts | None = field(default=None, init=False)
 
     def lost_and_there(self, rows: Rows) -> tuple[int, int]:
         """Of rows that are over: how many were not stored, and how many were there before."""
@@ -400,17 +398,3 @@ def check_lengths(keys: Keys, pages: U32) -> U32:
     if len(keys) != pages.size:
         raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
     return pages
-
-
-def checked_pages(keys: Keys, pages: npt.ArrayLike, memory: PagedMemory, *, once: bool) -> U32:
-    """Page numbers (n,) for a load of ``keys``; once: each may be given to one key only.
-
-    Raises PageRangeError, ConfigError.
-    """
-    numbers = memory.check_pages(pages)
-    n = numbers.size
-    if n != len(keys):
-        check_lengths(keys, numbers)
-    if once and n > 1 and len(set(numbers.tolist())) != n:
-        raise ConfigError("a page is named twice; give every key a page of its own")
-    return numbers

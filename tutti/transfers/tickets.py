@@ -128,6 +128,10 @@ class PutProgress:
     or a limit (cut_by) keeps the rest from being written.  is_lost: an agent did not answer.
     """
 
+    refusal: TuttiError | None = None
+    is_cut = is_lost = False
+    cut_by: Limit | None = None
+
     def __init__(
         self,
         keys: int,
@@ -143,10 +147,7 @@ class PutProgress:
         self._callbacks: list[Callable[[PutProgress], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, np.uint8)  # PENDING
         self.status: U32 = np.zeros(keys, np.uint32)
-        self.refusal: TuttiError | None = None
         self.slots: list[Slots] = []
-        self.is_cut = self.is_lost = False
-        self.cut_by: Limit | None = None
 
     def is_done(self) -> bool:
         """Whether every batch has ended."""
@@ -299,6 +300,9 @@ class LoadProgress:
     on_wanted: of a load of the background, until something waits for it.
     """
 
+    refusal: CapacityError | None = None
+    on_wanted: Callable[[], None] | None = None
+
     def __init__(
         self,
         keys: int,
@@ -313,12 +317,10 @@ class LoadProgress:
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
-        self.record_status: U32 = np.zeros(keys, np.uint32)
-        self.refusal: CapacityError | None = None
         self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self.on_wanted: Callable[[], None] | None = None
+        self.record_status: U32 = np.zeros(keys, np.uint32)
 
     def wanted(self) -> None:
         """Something waits for a layer now: calls ``on_wanted`` once."""

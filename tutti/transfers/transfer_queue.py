@@ -48,7 +48,7 @@ from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
 COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
 LONG_NBYTES = UNIT_NBYTES = 16 << 20  #: of a put that stops for a load, and of an issue of it
-_LOOK_S, _NEVER = 0.5, 2**32 - 1
+_LOOK_S, _NEVER, _FEW_PAGES = 0.5, 2**32 - 1, 16
 
 
 class TransferQueue(Owned):
@@ -104,8 +104,9 @@ class TransferQueue(Owned):
             put = QueuedPut(request, progress, n, now)
             core.begin(request.memory)
             if dispatcher is not None and self._most:
-                # A page that meets no other transfer does not wait: the writer looks for it.
-                absent = None if n == 1 and not dispatcher.under_way else core.absent(request.keys)
+                # Few pages that meet no other transfer do not wait: the writer looks for them.
+                meets = n > _FEW_PAGES or bool(dispatcher.under_way)
+                absent = core.absent(request.keys) if meets else None
                 count = n if absent is None else np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
