@@ -5,7 +5,7 @@
 Each result is a command of its own, one after the other, so run this on a machine with no other
 work. A result replaces the old one only if its command succeeded within its time and measured all
 that it should; what could not be measured keeps its old result and is listed with the reason, here
-and in the manifest `store-run.json`.
+and in the manifest `store-run.json`, to which each step is added as it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,6 @@ STEPS = (
 
 
 @dataclass(frozen=True)
-class Done:
-    """One step: "measured", or the reason why it was not."""
-
-    name: str
-    outcome: str
-    commit: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Places:
     """Where to measure, and with what.
 
@@ -180,26 +170,30 @@ def run(
     commit = str(machine["commit"])
     if commit.endswith("+dirty") or commit == "unknown":
         raise ConfigError(f"the checkout is {commit}; commit what has changed, then measure")
-    steps = []
+    steps: list[dict[str, Any]] = []
+    manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
+    _save(manifest, places.out)  # the old one would be wrong of what is measured anew
     end_s = time.monotonic() + limit_s
     for step in STEPS:
         if only is None or step.name in only:
             log(f"{step.name} ...")
             begin_s = time.monotonic()
             outcome = _measure(step, places, commit, end_s - begin_s)
-            steps.append(Done(step.name, outcome, commit, time.monotonic() - begin_s))
+            facts = {"name": step.name, "outcome": outcome, "commit": commit}
+            steps.append({**facts, "seconds": time.monotonic() - begin_s})
+            _save(manifest, places.out)
             log(f"{step.name}: {outcome}")
-    manifest = {
-        "benchmark": MANIFEST,
-        "steps": [asdict(step) for step in steps],
-        "machine": machine,
-    }
-    (places.out / f"{MANIFEST}.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
+def _save(manifest: dict[str, Any], out: Path) -> None:
+    part = out / f"{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=1) + "\n")
+    part.replace(out / f"{MANIFEST}.json")
+
+
 def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
-    """The outcome of one step, which may take so long."""
+    """How a step ended, which may take so long: "measured", or the reason why it was not."""
     if "{trace}" in step.words and places.trace is None:
         return "not measured: it takes a trace (--trace)"
     if step.sglang and not places.sglang:
