@@ -2,7 +2,9 @@
 
 Every configuration meets the same course of the limit from its first byte on, so that a moment of
 one is compared with the same moment of another.  One of them is there twice: its ratio to itself is
-what chance alone makes of the least ratio of so many moments.
+what chance alone makes of the least ratio of so many moments, to one path.  Chance lowers a ratio
+to the better of two paths further, so a miss that is judged by it may be none; a bar that is
+reached is.
 """
 
 from __future__ import annotations
@@ -197,16 +199,11 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
     return [
         [
             *(row["course"], row["configuration"], f"{row['gb_per_s']:.2f}"),
-            _least_text(row["least_ratio"]),
+            interval_text(row["least_ratio"], 2),
             *(str(row["switches"]), str(row["switches_max"])),
         ]
         for row in result["rows"]
     ]
-
-
-def _least_text(least: dict[str, float] | float) -> str:
-    """A result of before there were intervals has the number alone."""
-    return interval_text(least, 2) if isinstance(least, dict) else f"{least:.2f}"
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
@@ -215,22 +212,19 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"W {format_nbytes(result['working_set_nbytes'])}; {result['rounds']} rounds of"
         f" {result['seconds']:g} s in turns; the limit is {result['limit']}",
         *(
-            f"{row['course']}, {AGAIN} over {_DIRECT}: {_least_text(row['least_ratio'])}, by chance"
+            f"{row['course']}, {AGAIN} over {_DIRECT}:"
+            f" {interval_text(row['least_ratio'], 2)}, by chance"
             for row in result["rows"]
             if row["configuration"] == AGAIN
         ),
         *(
             f"{row['course']}, dynamic: never below {LEAST:g} of the better pure path for longer"
-            f" than a second, switches bounded: {_verdict_of(row)}"
+            f" than a second, switches bounded: {row['verdict']}"
             + ("" if row["switches"] else ", without a switch: the plan of the opening stayed")
             for row in result["rows"]
             if row["configuration"] == "dynamic"
         ),
     ]
-
-
-def _verdict_of(row: dict[str, Any]) -> str:
-    return str(row["verdict"]) if "verdict" in row else REACHED if row["reached"] else NOT_REACHED
 
 
 def report(result: dict[str, Any]) -> str:

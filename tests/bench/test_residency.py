@@ -204,15 +204,6 @@ def test_rounds_that_differ_make_the_interval() -> None:
     assert least.median == 1 and least.low == 0.25 and 1 <= least.high <= 1.5
 
 
-def test_a_result_of_before_the_intervals_is_shown() -> None:
-    row = {"course": "ramp", "configuration": "dynamic", "gb_per_s": 2.0, "least_ratio": 0.9}
-    more = {"switches": 1, "switches_max": 2, "reached": False}
-    facts = {"working_set_nbytes": MiB, "rounds": 3, "seconds": 5, "limit": "one"}
-    result = {**facts, "rows": [{**row, **more}]}
-    assert moving.rows_of(result) == [["ramp", "dynamic", "2.00", "0.90", "1", "2"]]
-    assert moving.notes_of(result)[-1].endswith("NOT REACHED")
-
-
 def test_no_configuration_is_always_last() -> None:
     names = residency.CONFIGURATIONS
     turns = [residency.in_turn(names, turn) for turn in range(len(names))]
