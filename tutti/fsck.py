@@ -202,10 +202,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
 
 
 def prove_all(pool: store.ObjectStore, advance: Callable[[int], object] = lambda n: None) -> int:
-    """Verifies what an unclean close left unproven, once; returns how many objects stay so.
-
-    advance: called with how many were read, each time.
-    """
+    """Verifies what an unclean close left unproven, once; returns how many objects stay so."""
     for _ in range(0, _unproven(pool), _PROVE_OBJECTS):
         advance(pool.prove(_PROVE_OBJECTS))
     return _unproven(pool)
