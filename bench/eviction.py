@@ -10,7 +10,8 @@ any of them comes that knows no more than a pool does. Plain LRU, MQ and LIRS al
 slots that a pool has free on average: what the reserve costs any policy.
 
 "2nd found" is the share of the blocks' second references that hit: what new objects get.
-"whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py).
+"whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py); the last two
+are at most the first, which is no bound where requests are larger than a window.
 
 Where runs are too short, `lru` and `mq` also play with whole parts of groups as victims: halves,
 quarters and so on to single slots. That is a trial of this model; the store has no such setting.

@@ -5,7 +5,7 @@
 Each result is a command of its own, one after the other, so run this on a machine with no other
 work. A result replaces the old one only if its command succeeded within its time and measured all
 that it should; what could not be measured keeps its old result and is listed with the reason, here
-and in the manifest `store-run.json`.
+and in the manifest `store-run.json`, to which each step is added as it ends.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def run(
     commit = str(machine["commit"])
     if commit.endswith("+dirty") or commit == "unknown":
         raise ConfigError(f"the checkout is {commit}; commit what has changed, then measure")
-    steps = []
+    steps: list[dict[str, Any]] = []
+    manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
+    _save(manifest, places.out)  # the old one would be wrong of what is measured anew
     end_s = time.monotonic() + limit_s
     for step in STEPS:
         if only is None or step.name in only:
@@ -179,14 +181,19 @@ def run(
             outcome = _measure(step, places, commit, end_s - begin_s)
             facts = {"name": step.name, "outcome": outcome, "commit": commit}
             steps.append({**facts, "seconds": time.monotonic() - begin_s})
+            _save(manifest, places.out)
             log(f"{step.name}: {outcome}")
-    manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
-    (places.out / f"{MANIFEST}.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
+def _save(manifest: dict[str, Any], out: Path) -> None:
+    part = out / f"{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=1) + "\n")
+    part.replace(out / f"{MANIFEST}.json")
+
+
 def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
-    """The outcome of one step, which may take so long."""
+    """How a step ended, which may take so long: "measured", or the reason why it was not."""
     if "{trace}" in step.words and places.trace is None:
         return "not measured: it takes a trace (--trace)"
     if step.sglang and not places.sglang:

@@ -9,8 +9,8 @@ Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, 
 `figures/NAME`; they are written too: those beside the page, and the README above it.  A number in
 their text is written between `<!-- value: NAME PATH -->` and `<!-- end -->`, where PATH names the
 keys of the result from the outermost on, with / between them; of a list, what the entry contains,
-with a comma and a space between several.  Between `<!-- model: many drives -->` and `<!-- end -->`
-stand the tables of `many_drives`, which are computed from several results.
+with a comma and a space between several.  Its paragraph has a state, too.  Between
+`<!-- model: many drives -->` and `<!-- end -->` stand tables of several results (`many_drives`).
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ _OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
 
 _NUMBER_END = 2**63
 _PLACES = {"path", "paths", "dir", "folder", "pool", "file", "out"}  # arguments that are paths
+_LACKING = "the following arguments are required: "
 _MISSPELT = re.compile(
     r"argument (?:COMMAND|WHAT): invalid choice: '([^']+)'|unrecognized arguments: (--[\w-]+)"
 )
@@ -147,8 +148,12 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(conflict_handler="resolve", **options)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required"):
+        if message.startswith(_LACKING):
             self.print_usage(sys.stderr)
+            name = message.removeprefix(_LACKING).split(", ")[0]
+            many = [flag for flag, a in self._option_string_actions.items() if a.nargs == "+"]
+            if many and not name.startswith("-"):
+                message += f"; {name} comes before {many[0]}, which takes all words after it"
         raise ConfigError(f"{message}{self._meant(message)}; see `{self.prog} --help`")
 
     def _meant(self, message: str) -> str:

@@ -195,17 +195,21 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
             for key in keys:
                 counts[_quarantine(pool, key, key in blind)] += 1
                 bar.advance(1)
-        _prove_all(pool, progress)
+        with progress("prove", _unproven(pool)) as bar:
+            prove_all(pool, bar.advance)
     again = check_files(paths, progress, sample=0)
     return RepairReport(**counts, given_up=report.lost, found_again=again.found)
 
 
-def _prove_all(pool: store.ObjectStore, progress: ProgressFactory) -> None:
-    """Verifies what an unclean close left unproven, so that the pool can be closed cleanly."""
-    left = int(pool.stats()["slots"]["unproven"])
-    with progress("prove", left) as bar:
-        for _ in range(-(-left // _PROVE_OBJECTS)):
-            bar.advance(pool.prove(_PROVE_OBJECTS))
+def prove_all(pool: store.ObjectStore, advance: Callable[[int], object] = lambda n: None) -> int:
+    """Verifies what an unclean close left unproven, once; returns how many objects stay so."""
+    for _ in range(0, _unproven(pool), _PROVE_OBJECTS):
+        advance(pool.prove(_PROVE_OBJECTS))
+    return _unproven(pool)
+
+
+def _unproven(pool: store.ObjectStore) -> int:
+    return int(pool.stats()["slots"]["unproven"])
 
 
 def _quarantine(pool: store.ObjectStore, key: bytes, is_blind: bool) -> str:

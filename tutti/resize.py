@@ -31,6 +31,7 @@ from tutti.errors import (
     PoolExists,
     Unsupported,
 )
+from tutti.fsck import prove_all
 from tutti.gio_uring.drives.block_device import device_name
 from tutti.gio_uring.drives.device_content import HEAD_NBYTES
 from tutti.gio_uring.file_creation import sync_folder
@@ -51,7 +52,6 @@ from tutti.transfers.put_request import PutRequest
 
 _BATCH_NBYTES = 64 * MiB
 _WAIT_S = 120.0
-_PROVE_OBJECTS = 64
 #: Slots that stay free in the new pool, at least.
 _RESERVE = 16
 _SPOOL = "tutti-resize-"
@@ -192,7 +192,8 @@ def _resize_devices(
             )
         for store in (source, target):
             store.wait_recovered()
-        _prove(target)  # after a loss of power: what is torn is copied again
+        if prove_all(target):  # after a loss of power: what is torn is copied again
+            raise MediumError("objects could not be read; check the pool's device, then try again")
         done = _copy(source, target, progress, _room(target.geometry, len(names)))
     if done.damaged:
         raise ChecksumMismatch(
@@ -236,15 +237,6 @@ def _spool(
             old.clear()
             raise
     return complete, result
-
-
-def _prove(store: ObjectStore) -> None:
-    """Reads what an unclean close left unproven, once.  Raises MediumError if some stays so."""
-    unproven = int(store.stats()["slots"].get("unproven", 0))
-    for _ in range(0, unproven, _PROVE_OBJECTS):
-        store.prove(_PROVE_OBJECTS)
-    if store.stats()["slots"].get("unproven", 0):
-        raise MediumError("objects could not be read; check the pool's device, then try again")
 
 
 def _check_unused(names: list[str], spool: _Spool, executor: str) -> None:

@@ -2,7 +2,8 @@
 
 Every configuration meets the same course of the limit from its first byte on, so that a moment of
 one is compared with the same moment of another.  One of them is there twice: its ratio to itself is
-what chance alone makes of the least ratio of so many moments.
+what chance alone makes of the least ratio of so many moments, to one path.  Chance lowers a ratio
+to the better of two paths further, so a miss that is judged by it may be one by chance.
 """
 
 from __future__ import annotations

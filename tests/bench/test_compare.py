@@ -140,7 +140,19 @@ def test_pages_show_the_raw_results_and_their_state(page: Path) -> None:
 def test_a_page_that_links_to_a_result_has_its_state(page: Path) -> None:
     text = page.read_text()
     linked = set(re.findall(r"bench/results/([\w-]+)\.(?:json|png|svg)", text))
-    assert linked <= set(re.findall(r"<!-- (?:result|state): ([\w/-]+) -->", text))
+    assert linked <= states_in(text)
+
+
+@pytest.mark.parametrize("page", pages_of(RESULTS_PAGE), ids=lambda page: page.stem)
+def test_a_paragraph_with_a_number_of_a_result_has_its_state(page: Path) -> None:
+    for paragraph in page.read_text().split("\n\n"):
+        quoted = set(re.findall(r"<!-- value: ([\w/-]+) ", paragraph))
+        assert quoted <= states_in(paragraph), paragraph
+
+
+def states_in(text: str) -> set[str]:
+    """Results whose state the text shows."""
+    return set(re.findall(r"<!-- (?:result|state): ([\w/-]+) -->", text))
 
 
 def test_every_result_is_shown_and_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,15 @@ def test_published_policies_say_how_far_a_policy_can_come(
         bounds = [each[name] for name in eviction._BOUNDS]
         assert bounds[1] <= bounds[2] <= bounds[0]
         assert bounds[0] <= each["minimum_hit_rate"]
+
+
+def test_of_the_committed_results_no_bound_is_an_order_that_is_none() -> None:
+    """Where requests are larger than a window, the bounds are below that order by themselves."""
+    for file in (Path(__file__).parents[2] / "bench/results").glob("eviction*.json"):
+        for each in json.loads(file.read_text())["cells"]:
+            if each["trace"] == "synthetic_trace" and eviction._BOUNDS[0] in each:
+                order, *bounds = (each[bound] for bound in eviction._BOUNDS)
+                assert max(bounds) < order
 
 
 def test_beside_a_bar_that_is_missed_stands_what_published_policies_reach() -> None:

@@ -142,6 +142,41 @@ def test_a_step_ends_with_its_time_and_removes_its_files(
     assert outcomes == {"step": "not measured: the time for all results was over"}
 
 
+def test_a_run_that_is_cut_off_leaves_the_manifest_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    manifest = tmp_path / "store-run.json"
+    manifest.write_text("of another run")
+    steps = (Result("step", program.format("{{}}"), 60), Result("late", "module", 60))
+    monkeypatch.setattr(store_results, "STEPS", steps)
+
+    def cut_off(line: str) -> None:
+        named = [step["name"] for step in json.loads(manifest.read_text())["steps"]]
+        assert named == (["step"] if line.startswith(("step: ", "late")) else [])
+        if line.startswith("late"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store_results.run(Places(["."], tmp_path), log=cut_off)
+    (done,) = json.loads(manifest.read_text())["steps"]
+    assert (done["outcome"], done["commit"]) == ("measured", COMMIT)
+
+
+def test_the_manifest_is_of_the_commit_of_its_results_or_the_page_says_of_which() -> None:
+    root = Path(__file__).parents[2]
+    results, page = root / "bench/results", (root / "docs/results.md").read_text()
+    manifest = json.loads((results / "store-run.json").read_text())
+    of_others = [
+        step["name"]
+        for step in manifest["steps"]
+        if step["outcome"] == "measured"
+        and json.loads((results / f"{step['name']}.json").read_text())["machine"]["commit"]
+        != step["commit"]
+    ]
+    said = f"That manifest is of the run before, on {manifest['machine']['commit']}" in page
+    assert said == bool(of_others), of_others
+
+
 def test_a_step_runs_with_the_python_that_has_sglang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:

@@ -290,3 +290,12 @@ def test_a_file_where_a_folder_should_be(
     (tmp_path / "file").write_text("")
     said = sentence(capsys, "demo", "--quick", "--dir", tmp_path / "file")
     assert "is not a folder; pass another with --dir" in said
+
+
+def test_a_name_after_an_option_that_takes_several_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = sentence(capsys, "bench", "serve", "--model", "m", "--dir", "/mnt/a", "tutti-hicache")
+    assert "SYSTEM comes before --dir, which takes all words after it" in said
+    said = sentence(capsys, "bench", "serve", "tutti-hicache", "--dir", "/mnt/a")
+    assert "arguments are required: --model; see" in said

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from store.pools import some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout
-from tutti.node import called_operations, listener, remote_catalogue
+from tutti.node import called_operations, client_transfers, listener, remote_catalogue
 from tutti.node.messages import HEADER, VERSION, Failure, Hello, frame, read_reply
 from tutti.node.pool_service import ClientSession
 from tutti.transfers.store_config import StoreConfig
@@ -245,3 +245,31 @@ def test_what_the_agent_drops_has_nothing_behind_it(
         assert store.match(keys) == 6
         counts = store.stats()
         assert (counts["dropped"], counts["over_budget"], counts["lost_pages"]) == (6, 2, 0)
+
+
+def test_behind_what_the_agent_drops_a_page_that_is_there_is_present(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a store of its own; keys are asked for in parts."""
+    config = StoreConfig(write_budget="1TiB")
+    with (
+        running(tmp_path / "agent", config=config) as agent,
+        agent.connect(profile=None) as store,
+        agent.connect(profile=None) as other,
+    ):
+        store.allocate_memory(12)
+        other.allocate_memory(2)
+        keys, most = some_keys(rng, 12), [2, 0]
+        assert other.put(keys[[7, 11]], [0, 1]).wait(WAIT_S).stored == 2
+        store._kept.need().welcome.batch_pages = 4
+        (pool,) = agent.pools.stores().values()
+        monkeypatch.setattr(pool._core.quotas._budget, "allowed", lambda n: min(n, most.pop(0)))
+        monkeypatch.setattr(client_transfers, "LISTED_MAX", 3)
+        ticket = store.put(keys, np.arange(12))
+        ticket.wait(WAIT_S)
+        dropped = [Outcome.DROPPED] * 3
+        assert ticket.outcome[:4].tolist() == [Outcome.STORED] * 2 + dropped[:2]
+        assert ticket.outcome[4:].tolist() == [*dropped, Outcome.PRESENT] * 2
+        assert most == [0], "the agent was not asked to store the rest"
+        counts = store.stats()
+        assert (counts["present"], counts["dropped"], counts["lost_pages"]) == (2, 8, 0)

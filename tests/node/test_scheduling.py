@@ -22,13 +22,14 @@ from tutti.machine import machine_facts
 from tutti.node.client import NodeStore
 from tutti.profiles.at_open import media_of, model_of
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.event import PagesWritten, WriteKnown
+from tutti.scheduler.event import PagesWritten, StepEnded, WriteKnown
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import GPUS
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.transfers import transfer_queue
 from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import Outcome
 
 WAIT_S = 30.0
 KNOWN = ("cache", "measured", "estimated")
@@ -65,6 +66,18 @@ class HalfOfEach(Never):
     def decide(self, state: State) -> Decision:
         new = [write for write in state.unwritten.values() if not write.issued]
         return Decision(writes=tuple(Issue(w.name, 0, w.pages // 2) for w in new))
+
+
+class DropsLong(Never):
+    """A policy that launches single pages, and gives up the other writes when it is told to."""
+
+    drops = False
+
+    def decide(self, state: State) -> Decision:
+        waiting = state.unwritten.values()
+        writes = tuple(Issue(w.name, 0, 1) for w in waiting if w.pages == 1)
+        long = tuple(w.name for w in waiting if w.pages > 1)
+        return Decision(writes=writes, drops=long if self.drops else ())
 
 
 @pytest.fixture
@@ -276,3 +289,27 @@ def test_a_put_that_stopped_is_dropped_with_its_agent(
             assert other.stats()["busy_objects"] == 0
         assert put.wait_ended(0.0)
         store.close()
+
+
+def test_a_page_that_another_client_brings_meanwhile_is_not_dropped(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a store of its own."""
+    with (
+        running(tmp_path / "agent") as agent,
+        connect(agent, DropsLong) as store,
+        agent.connect(profile=None) as other,
+    ):
+        store.allocate_memory(3)
+        other.allocate_memory(1)
+        keys = some_keys(rng, 3)
+        ticket = store.put(keys, np.arange(3))
+        assert other.put(keys[1:2], [0]).wait(WAIT_S).stored == 1
+        assert not ticket.done
+        monkeypatch.setattr(DropsLong, "drops", True)
+        assert store.scheduler is not None
+        store.scheduler.post(StepEnded(store.scheduler.now_ns()))
+        ticket.wait(WAIT_S)
+        each = [Outcome.DROPPED, Outcome.PRESENT, Outcome.DROPPED]
+        assert ticket.outcome.tolist() == each
+        assert (store.stats()["present"], store.stats()["dropped"]) == (1, 2)

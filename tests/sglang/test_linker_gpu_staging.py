@@ -11,6 +11,7 @@ from typing import Any
 
 import linker_engine as engine
 import pytest
+from gio_uring.cuda_stand_in import StandInDriver
 from linker_engine import PAGE, names, wait_for
 from linker_gpu import GpuRig, gpu_rig
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -22,6 +23,7 @@ from tutti.gio_uring.gpu.device_engine import KINDS
 from tutti.gio_uring.gpu.moved_job import MovedJob
 from tutti.gio_uring.job import Job
 from tutti.integration.sglang.direct import staging_size
+from tutti.integration.sglang.direct.layer_marks import LayerMarks
 
 SLICE = 2 * 4 * 32 * 2 * PAGE  # bytes of a page in one layer: K and V of four heads
 ALL = list(range(48))
@@ -175,3 +177,18 @@ def test_the_schedulers_thread_waits_for_no_command(
         wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert rig.linker.pop_completed_offload()
         assert rig.content(range(16, 24)) == want
+
+
+def test_words_that_a_forward_still_writes_stay_pinned() -> None:
+    """The streams of copies have ended then, but not that of the model."""
+    driver = StandInDriver()
+    marks, forward, word = LayerMarks(driver), driver.create_stream(), driver.allocate(256)
+    batch = marks.take(2)
+    assert batch is not None
+    driver.wait_value(forward, word, 1)  # a kernel that is still at work
+    batch.around(0, forward, lambda: None)
+    marks.close(0.05)
+    assert marks._pinned.address in driver._registered
+    driver.array(word)[0] = 1
+    marks.close(10.0)
+    assert batch.is_written and marks._pinned.address not in driver._registered

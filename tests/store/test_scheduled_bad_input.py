@@ -62,6 +62,32 @@ def test_a_clock_that_jumps_stops_nothing_and_loses_nothing(
     assert (stats["dropped"], stats["store_errors"], stats["callback_errors"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("jump_ns", [HOUR_NS, -HOUR_NS])
+def test_a_clock_that_jumps_is_told_once(
+    jump_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_ns, offset = SystemClock.now_ns, [2 * HOUR_NS]
+    monkeypatch.setattr(SystemClock, "now_ns", lambda clock: now_ns(clock) + offset[0])
+    looks: list[int] = []
+
+    def told() -> list[str]:
+        return [line for line in caplog.messages if "the clock jumped by" in line]
+
+    with open_pool(tmp_path) as store:
+        assert store.scheduler is not None
+        run_due = store.scheduler.run_due
+        monkeypatch.setattr(store.scheduler, "run_due", lambda: looks.append(1) or run_due())
+        wait_until(lambda: bool(looks))
+        offset[0] += jump_ns
+        wait_until(lambda: bool(told()))
+        offset[0] -= jump_ns
+        seen = len(looks)
+        wait_until(lambda: len(looks) > seen + 1)
+        (line,) = told()
+    seconds = int(line.split(" s,")[0].rsplit(" ", 1)[1])
+    assert abs(seconds - jump_ns / 1e9) < 600
+
+
 def test_a_load_of_100_000_keys_of_a_file(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with open_pool(tmp_path, verify="off") as store:

@@ -17,22 +17,9 @@ from tutti.node.pool_service import ClientSession
 _DELETE_MAX_S = 600.0
 
 
-def _settle(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    """Nothing: what came before it on the same connection has been done."""
-
-
 def _leave(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     """The client closes the session: the end of its connection does not count as lost."""
     session.has_left = True
-
-
-def _stats(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    stats = session.service.store.stats()
-    return {**stats, "sessions": len(session.service.sessions)}
-
-
-def _clear(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    session.service.store.clear(deallocate=bool(arguments.get("deallocate", True)))
 
 
 def _recovered(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
@@ -41,8 +28,12 @@ def _recovered(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return True
 
 
-def _quarantine(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    return session.service.store.quarantine(_keys(arguments))
+def _drop(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
+    """See InFlight.dropped.  No look-up: a second tier fetches nothing."""
+    core = session.service.core
+    with core.lock:
+        core.check_open()
+        return core.dropped(_keys(arguments)).tobytes()
 
 
 def _list(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
@@ -73,35 +64,31 @@ def _delete(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     return session.service.store.catalogue.delete(keys, timeout_s=timeout_s)
 
 
-def _pin(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    return session.service.store.catalogue.pin(_keys(arguments))
-
-
-def _unpin(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    return session.service.store.catalogue.unpin(_keys(arguments))
-
-
-def _expire(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    return session.service.store.catalogue.expire(_keys(arguments), arguments.get("ttl_s"))
-
-
 def _keys(arguments: Mapping[str, Any]) -> Keys:
     return keys_of(arguments.get("keys", b""))
 
 
 OPERATIONS: Mapping[str, Callable[[ClientSession, Mapping[str, Any]], Any]] = {
-    "settle": _settle,
+    "settle": lambda session, given: None,  # what came before it is done
     "leave": _leave,
-    "stats": _stats,
-    "clear": _clear,
+    "stats": lambda session, given: {
+        **session.service.store.stats(),
+        "sessions": len(session.service.sessions),
+    },
+    "clear": lambda session, given: session.service.store.clear(
+        deallocate=bool(given.get("deallocate", True))
+    ),
     "list": _list,
+    "drop": _drop,
     "objects": _objects,
     "delete": _delete,
-    "pin": _pin,
-    "unpin": _unpin,
-    "expire": _expire,
+    "pin": lambda session, given: session.service.store.catalogue.pin(_keys(given)),
+    "unpin": lambda session, given: session.service.store.catalogue.unpin(_keys(given)),
+    "expire": lambda session, given: session.service.store.catalogue.expire(
+        _keys(given), given.get("ttl_s")
+    ),
     "wait_recovered": _recovered,
-    "quarantine": _quarantine,
+    "quarantine": lambda session, given: session.service.store.quarantine(_keys(given)),
 }
 
 

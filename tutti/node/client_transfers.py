@@ -23,7 +23,7 @@ from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
 from tutti.node.agent_session import AgentSession
 from tutti.node.kept_session import KeptSession
-from tutti.node.messages import MoveJob, PlanLoad, PlanPut, Written, statuses_of
+from tutti.node.messages import LISTED_MAX, Call, MoveJob, PlanLoad, PlanPut, Written, statuses_of
 from tutti.transfers.in_flight import InFlight
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.starters import Order
@@ -72,14 +72,8 @@ class ClientWriter:
         for start in range(0, rows.size, step):
             try:
                 # Of a chain nothing is stored behind what was dropped.
-                if session is None or progress.is_cut:
-                    if session is None or progress.is_lost:
-                        self._lost(progress, rows.size - start)
-                    else:
-                        with self._state.lock:
-                            self._state.counters.dropped += rows.size - start
-                    progress.is_cut = True
-                    progress.outcome[rows[start:]] = Outcome.DROPPED
+                if session is None or progress.is_cut or part.is_dropped:
+                    self._drop(session, part, rows[start:])
                     break
                 self._put_rows(session, part, rows[start : start + step], left)
             except BaseException as error:
@@ -91,6 +85,26 @@ class ClientWriter:
         left.end()
         return None
 
+    def _drop(self, session: AgentSession | None, part: PutPart, rows: Rows) -> None:
+        """Rows that are not put, some of which others may have brought.  session: None if lost."""
+        progress, outcome = part.progress, part.progress.outcome
+        outcome[rows] = Outcome.DROPPED
+        if session is None or progress.is_lost:  # they may have been stored, or not
+            progress.is_lost = progress.is_cut = True
+            with self._state.lock:
+                self.lost_pages += rows.size
+            return
+        for start in range(0, rows.size, LISTED_MAX):
+            some, lost = rows[start : start + LISTED_MAX], None
+            asked = Call("drop", {"keys": part.request.keys[some].tobytes()})
+            with contextlib.suppress(TuttiError):
+                lost = session.request(asked, self._state.plan_timeout_s).value
+            if isinstance(lost, bytes) and len(lost) == some.size:
+                outcome[some[np.frombuffer(lost, np.uint8) == 0]] = Outcome.PRESENT
+            else:
+                with self._state.lock:
+                    self._state.counters.dropped += some.size
+
     def _put_rows(self, session: AgentSession, part: PutPart, rows: Rows, left: _Countdown) -> None:
         """Puts the keys of one plan; the put is cut when the agent is away or drops some."""
         some, progress = part.request.take(rows), part.progress
@@ -100,9 +114,7 @@ class ClientWriter:
         with contextlib.suppress(AgentLost, AgentRefused):
             plan = session.plan(message, self._state.plan_timeout_s)
         if plan is None:
-            self._lost(progress, rows.size)
-            progress.is_cut = True
-            _fill(progress, rows, None)
+            self._drop(None, part, rows)
             return
         progress.is_cut |= Outcome.DROPPED in plan.outcome
         if not plan.jobs:
@@ -117,10 +129,11 @@ class ClientWriter:
                 session.fail(AgentRefused("the agent told the outcome of other pages"))
                 written = None
             if written is None:  # the plan is void: what waits for its turn is not written
-                self._lost(progress, rows.size)
+                self._drop(None, part, rows)
                 for job in held:
                     job.cancel()
-            _fill(progress, rows, written)
+            else:
+                _fill(progress, rows, written)
             left.end()
 
         session.await_written(plan.number, over)
@@ -144,11 +157,6 @@ class ClientWriter:
                 held.append(transfer)
                 if session.lost:
                     transfer.cancel()
-
-    def _lost(self, progress: PutProgress, pages: int) -> None:
-        progress.is_lost = True
-        with self._state.lock:
-            self.lost_pages += pages
 
 
 class ClientLoader:
@@ -251,10 +259,7 @@ class _Countdown:
             self._over()
 
 
-def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written | None) -> None:
-    """What became of some keys; without an answer they may or may not have been stored."""
-    if written is None:
-        progress.outcome[rows] = Outcome.DROPPED
-        return
+def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written) -> None:
+    """What became of some keys."""
     progress.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
     progress.status[rows] = statuses_of(written.status, rows.size)

@@ -12,6 +12,7 @@ dispatcher knows neither the store nor the device.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 from collections import deque
@@ -26,7 +27,7 @@ from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import ConfigError
 from tutti.scheduler.baselines import ImmediatePolicy
-from tutti.scheduler.estimates import Estimates
+from tutti.scheduler.estimates import ABSURD_NS, Estimates
 from tutti.scheduler.event import (
     Event,
     LoadGone,
@@ -45,6 +46,9 @@ from tutti.scheduler.state_changes import Scheduler
 _NAP_S = 0.5
 #: So many events may wait for that.
 _ENDS_MAX = 16
+_JUMPED = "the clock jumped by %d s, or this process stood still; no measure of it is used"
+
+_log = logging.getLogger(__name__)
 
 DecisionHook = Callable[[Event, Decision], None]
 
@@ -386,10 +390,15 @@ class Dispatcher(Owned):
             self.post(failed)
 
     def _run(self) -> None:
+        told, last_ns = False, self.now_ns()
         while not self._stopping:  # bounded by stop()
             self.run_due()
             with self._lock:
                 now_ns = self.now_ns()
+                if not told and abs(now_ns - last_ns) > ABSURD_NS:
+                    told = True
+                    _log.warning(_JUMPED, (now_ns - last_ns) / 1e9)
+                last_ns = now_ns
                 until_ns = now_ns + round(_NAP_S * 1e9)
                 if self._wake_ns is not None:
                     until_ns = max(now_ns, min(until_ns, self._wake_ns))
@@ -413,5 +422,4 @@ class Unknown:
     def read_us(self, nbytes: int) -> float:
         return 0.0
 
-    def write_us(self, nbytes: int) -> float:
-        return 0.0
+    write_us = read_us

@@ -339,6 +339,15 @@ class Core(InFlight):
         absent: Mask = self.index.find(keys) == MISSING
         return absent
 
+    def dropped(self, keys: Keys) -> Mask:
+        """See InFlight."""
+        with self.lock:
+            absent = self.absent(keys)
+            lost = np.ones(len(keys), np.bool_) if absent is None else absent
+            self.counters.dropped += int(np.count_nonzero(lost))
+            self.counters.present += int(np.count_nonzero(~lost))
+        return lost
+
     def take_sequences(self, n: int) -> int:
         """The first of n new numbers.  Lock held.  Raises PoolCorrupt when none are left."""
         first = self.sequence

@@ -73,6 +73,10 @@ class InFlight(Owned):
         """Which of these keys (n,) a put would write, as far as is known; None: all.  Lock held."""
         raise NotImplementedError
 
+    def dropped(self, keys: Keys) -> Mask | None:
+        """Of a dropped put's keys (n,) those that are lost; counts all.  None: the agent knows."""
+        return None
+
     def write_pages_max(self, memory: PagedMemory, most: int) -> int:
         """Pages of one write from this memory: ``most``, or what its path copies out at once."""
         limit = getattr(memory.path, "write_pages_max", None)

@@ -165,7 +165,8 @@ class PutPart(NamedTuple):
     """Rows (m,) of a put, ascending, that are started together.
 
     progress: of the whole put.  ended: called once, when all of these rows have their outcome, with
-    the error of their start or grant, or None.  grant: None to write all at once.
+    the error of their start or grant, or None.  grant: None to write all at once.  is_dropped: they
+    are not written, and only their outcome is to be found.
     """
 
     request: PutRequest
@@ -173,6 +174,7 @@ class PutPart(NamedTuple):
     progress: PutProgress
     ended: Callable[[PutPart, BaseException | None], object]
     grant: PutGrant | None = None
+    is_dropped: bool = False
 
     @property
     def kind(self) -> tuple[int, ...]:

@@ -323,13 +323,12 @@ class TransferQueue(Owned):
     def drop(self, name: str) -> None:
         put = self._puts.get(name)
         if put is not None and (waiting := self._give_up(put)).size:
-            outcome, core = put.progress.outcome, self._core
-            with core.lock:
-                absent = core.absent(put.request.keys[waiting])  # others may have put some
-                lost = waiting if absent is None else waiting[absent]
-                outcome[waiting], outcome[lost] = Outcome.PRESENT, Outcome.DROPPED
-                core.counters.present += waiting.size - lost.size
-                core.counters.dropped += lost.size
+            lost = self._core.dropped(put.request.keys[waiting])
+            if lost is None:  # the starter asks
+                self._parts.append(self._part(put, waiting)._replace(is_dropped=True))
+                self._wake.release()
+                return
+            put.progress.outcome[waiting] = np.where(lost, Outcome.DROPPED, Outcome.PRESENT)
             self._end_rows(put, waiting.size)
 
     def _put_now(self, put: QueuedPut, rows: Rows) -> BaseException | None:

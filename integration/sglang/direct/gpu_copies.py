@@ -320,7 +320,7 @@ class Gpu:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")
-        self._marks.close()
+        self._marks.close(max(0.0, deadline_s - time.monotonic()))
         self.events.release([self._left])
         for part in (self.share, self._rare, self._short):
             if part is not None:

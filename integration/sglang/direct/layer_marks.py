@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from tutti.base.process import Owned
 from tutti.gio_uring.gpu.driver import Driver
-from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
+from tutti.gio_uring.gpu.pinned_memory import PinnedMemory, retain_until_exit
+from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.gio_uring.memory import HostBuffer
 
 #: Batches whose waits the stream may still have before it; others go unmeasured.
@@ -54,9 +55,9 @@ class BatchMarks:
         return self._seen == len(self._asked)
 
     @property
-    def is_unused(self) -> bool:
-        """Whether the stream writes none of the words any more."""
-        return self.is_released and bool(self._words[1, self._asked].all())
+    def is_written(self) -> bool:
+        """Whether the stream has nothing to write by now."""
+        return bool(self._words[1, self._asked].all())
 
     def look(self) -> list[tuple[int, float]]:
         """(layer, seconds waited) of the waits that are over since the last look."""
@@ -90,13 +91,16 @@ class LayerMarks(Owned):
         if layers > _LAYERS_MAX:
             return None
         for row, batch in enumerate(self._batches):
-            if batch is None or batch.is_unused:
+            if batch is None or (batch.is_released and batch.is_written):
                 words = self._words[row]
                 address = self._pinned.device_address + row * words.nbytes
                 found = self._batches[row] = BatchMarks(self._driver, words, address)
                 return found
         return None
 
-    def close(self) -> None:
-        """Unpins the words, once the streams have ended."""
-        self._pinned.close()
+    def close(self, timeout_s: float) -> None:
+        """Unpins the words once no forward writes them; those that one still may stay for good."""
+        if wait_until(lambda: all(b is None or b.is_written for b in self._batches), timeout_s):
+            self._pinned.close()
+        else:
+            retain_until_exit(self._pinned)
