@@ -89,7 +89,8 @@ class ClientWriter:
         """Rows that are not put, some of which others may have brought.  session: None if lost."""
         progress, outcome = part.progress, part.progress.outcome
         outcome[rows] = Outcome.DROPPED
-        if session is None or progress.is_lost:  # they may have been stored, or not
+        is_unknown = session is None and not part.is_dropped  # they may have been stored, or not
+        if is_unknown or progress.is_lost:
             progress.is_lost = progress.is_cut = True
             with self._state.lock:
                 self.lost_pages += rows.size
@@ -98,7 +99,8 @@ class ClientWriter:
             some, lost = rows[start : start + LISTED_MAX], None
             asked = Call("drop", {"keys": part.request.keys[some].tobytes()})
             with contextlib.suppress(TuttiError):
-                lost = session.request(asked, self._state.plan_timeout_s).value
+                if session is not None:
+                    lost = session.request(asked, self._state.plan_timeout_s).value
             if isinstance(lost, bytes) and len(lost) == some.size:
                 outcome[some[np.frombuffer(lost, np.uint8) == 0]] = Outcome.PRESENT
             else:
