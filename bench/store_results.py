@@ -66,11 +66,9 @@ _SAME_PAGES = (
     " fio-hugepages-4-pages"
 )
 
-#: The most cited first.  The limits are about twice what a step takes on two processors and a disk
+#: The longest last.  The limits are about twice what a step takes on two processors and a disk
 #: of 3 GB/s; all steps together take some 100 minutes there.
 STEPS = (
-    Result("peers", "tutti.cli bench peers --dir {dirs} --json", 2000, prints=True, sglang=True),
-    Result("peers-same-pages", f"{_SAME_PAGES} --host-pages thp", 1500, prints=True, sglang=True),
     _compare("bandwidth-fio", 480, "--seconds 1"),
     _compare("files", 600, "--size 2GiB --seconds 1 --only direct"),
     _compare("layerwise-fio", 420, "--seconds 1"),
@@ -108,6 +106,8 @@ STEPS = (
          prints=True),
     Result("paths", "tutti.cli bench paths --dir {dir} --out {out}/paths.json", 600,
          picture="reads of each path and size of block over the depth: GB/s, and p99"),
+    Result("peers", "tutti.cli bench peers --dir {dirs} --json", 2000, prints=True, sglang=True),
+    Result("peers-same-pages", f"{_SAME_PAGES} --host-pages thp", 1500, prints=True, sglang=True),
     Result("peers-collapse", f"{_SAME_PAGES} --host-pages collapse", 1700, prints=True,
          sglang=True),
 )  # fmt: skip

@@ -204,7 +204,7 @@ def test_numbers_have_a_commit(
 
 
 def test_names_are_those_of_the_results(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose from peers, peers-same-pages, bandwidth-fio"):
+    with pytest.raises(ConfigError, match="choose from bandwidth-fio, files, layerwise-fio"):
         store_results.run(Places(["."], tmp_path), only=["bandwith-fio"])
     page = (Path(__file__).parents[2] / "docs/results.md").read_text()
     shown = set(re.findall(r"<!-- result: ([\w-]+) -->", page))
