@@ -444,7 +444,7 @@ def test_a_read_that_fails_does_not_lose_the_object(
 def test_objects_that_stay_unproven_end_a_resize(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not read them for ever, and the copy stays."""
+    """Its reading ends, and the copy stays."""
     (tmp_path / "spools").mkdir()
     stats = ObjectStore.stats
     calls: list[int] = []
