@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
-from tutti.scheduler.estimates import TURNS_FROM
+from tutti.scheduler.estimates import TURNS_FROM, Correction
 from tutti.scheduler.event import LoadKnown, WriteKnown
 from tutti.scheduler.loads_and_writes import Load, Phase, Write
 from tutti.scheduler.read_order import ReadOrder, background, fill
@@ -39,12 +39,13 @@ class Limits:
         cannot be overtaken.
     late_window_us: likewise, of a load of the running step while nothing can go between its reads:
         there is too little slack for the writes that wait, or it will be late to its last layer in
-        any case.  Each window costs a decision.  Also of writes that stop when a load comes, on a
-        drive that slows down under them: a smaller put that comes meanwhile has to wait for them.
+        any case.  Each window costs a decision.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
         have to wait for two of them.  Reads of a load that is all there is go as far ahead.
     run_us: likewise, of writes that stop when a load comes.
+    slowed_run_us: likewise, on a drive that slows down under them: a smaller put that comes
+        meanwhile has to wait for them.
     margin: part of the time until a deadline that is not planned with.
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
@@ -66,6 +67,7 @@ class Limits:
     write_burst_us: float = 4_000.0
     idle_burst_us: float = 16_000.0
     run_us: float = 500_000.0
+    slowed_run_us: float = 128_000.0
     margin: float = 0.02
     read_patience_us: float = 2_000_000.0
     write_patience_us: float = 20_000_000.0
@@ -78,9 +80,9 @@ class Limits:
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits of the scheduler are not negative, and the margin is below 1")
-        windows = (self.read_window_us, self.late_window_us, self.run_us)
+        windows = (self.read_window_us, self.late_window_us, self.run_us, self.slowed_run_us)
         if min(*windows, self.write_burst_us, self.idle_burst_us) <= 0:
-            raise ConfigError("windows, run_us and bursts are above 0")
+            raise ConfigError("windows, runs and bursts are above 0")
         if self.pressing_pages is not None and self.pressing_pages < 1:
             raise ConfigError("pressing_pages counts from 1; None goes by the memory for pages")
         if not 0 < self.forced_share <= 0.5:
@@ -115,6 +117,7 @@ class SlackPolicy:
         self._burst_ns = round(self.limits.write_burst_us * 1000)
         self._idle_burst_ns = round(self.limits.idle_burst_us * 1000)
         self._run_ns = round(self.limits.run_us * 1000)
+        self._slowed_run_ns = round(self.limits.slowed_run_us * 1000)
         self._read_patience_ns = round(self.limits.read_patience_us * 1000)
         self._write_patience_ns = round(self.limits.write_patience_us * 1000)
         self._pause_max_ns = min(self._write_patience_ns, _PAUSE_MAX_NS)
@@ -133,8 +136,7 @@ class SlackPolicy:
             ns = layers * estimates.read_base_ns(layers * known.layer_nbytes, layers)
             return ns * estimates.read.factor <= self._idle_burst_ns
         ns = known.pages * estimates.write_base_ns(known.page_nbytes)
-        most_ns = self._run_ns if known.can_stop else self._idle_burst_ns
-        return ns * estimates.write.factor <= most_ns
+        return ns * estimates.write.factor <= self._ahead_ns(estimates.write, known.can_stop)
 
     def decide(self, state: State) -> Decision:
         """See Policy."""
@@ -166,14 +168,19 @@ class SlackPolicy:
         """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
         write, unwritten = state.estimates.write, self._in_order(state)
         factor = write.factor
-        run_ns = self._late_window_ns if write.slowed > 1 else self._run_ns
-        burst_ns = run_ns if next(iter(unwritten.values())).can_stop else self._idle_burst_ns
+        burst_ns = self._ahead_ns(write, next(iter(unwritten.values())).can_stop)
         if state.writing.flying_ns * factor > burst_ns:
             return NOTHING
         if state.reading.flying and self._takes_turns(state):
             return NOTHING  # what flies was issued ahead; its end decides
         writes = writes_for(unwritten, burst_ns / factor, gone)
         return Decision((), writes) if writes else NOTHING
+
+    def _ahead_ns(self, write: Correction, can_stop: bool) -> int:
+        """How far ahead writes are issued while no load waits."""
+        if not can_stop:
+            return self._idle_burst_ns
+        return self._slowed_run_ns if write.slowed > 1 else self._run_ns
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
         """Where loads and writes wait."""
@@ -256,10 +263,11 @@ class SlackPolicy:
 
     def _in_order(self, state: State) -> dict[str, Write]:
         """The writes that may be issued, those first that go first."""
-        too_old_ns = next(iter(state.unwritten.values())).arrived_ns + self._write_patience_ns
-        if state.estimates.write.slowed > 1 and state.now_ns < too_old_ns:
-            return fewest_left_first(state.unwritten)
-        return state.unwritten
+        unwritten = state.unwritten
+        if len(unwritten) == 1 or state.estimates.write.slowed <= 1:
+            return unwritten
+        too_old_ns = next(iter(unwritten.values())).arrived_ns + self._write_patience_ns
+        return fewest_left_first(unwritten) if state.now_ns < too_old_ns else unwritten
 
     def _burst(self, state: State, budget_ns: int, gone: tuple[str, ...]) -> tuple[Issue, ...]:
         """Writes that take so long, one unit at least; none while the device has enough of them.

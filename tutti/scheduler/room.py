@@ -54,9 +54,10 @@ def pressure_of(state: State, limits: MemoryLimits) -> float:
         locked, staged = bounds_of(space, limits)
         room, longest = _Room(state, name, space, locked, staged), max(locked, staged)
         largest = min(longest, space.largest or room.largest())
-        now = _Room(state, name, space, locked, staged)
-        if state.estimates.write.slowed > 1 and now.needed_for(largest):
-            return 1.0
+        if state.estimates.write.slowed > 1 and largest > room.free():
+            now = _Room(state, name, space, locked, staged)
+            if now.needed_for(largest):
+                return 1.0
         for pages, before in _expected(state, space, largest):
             # A put that fits nowhere is dropped in any case.
             if 0 < pages <= longest and room.needed_for(pages) > before:
@@ -99,6 +100,10 @@ class _Room:
         self._queue: list[list[int]] = []
         self._is_listed = False  # what waits now, once a put does not fit
         self._oldest = self._written = 0
+
+    def free(self) -> int:
+        """Pages of a put that fits as things are."""
+        return max(self._locked, self._staged)
 
     def largest(self) -> int:
         """Pages of a put that waits now."""
