@@ -24,10 +24,15 @@ from tutti.gio_uring.gpu.parameters import (
     SliceTableStruct,
 )
 from tutti.gio_uring.iocb import RUN_DTYPE, IocbStruct
-from tutti.gio_uring.layer_words import LayerWordStruct
 from tutti.gio_uring.memory import view_at
 from tutti.gio_uring.nvme_spec import OPCODE_READ, STATUS_DIGEST_MISMATCH, STATUS_TIMED_OUT
 from tutti.gio_uring.queue_pair import QueuePairStruct
+
+
+class LayerWordStruct(ctypes.Structure):
+    """`gio::LayerWord`, as `tutti.gio_uring.layer_words` reads it."""
+
+    _fields_ = (("ready", ctypes.c_uint32), ("status", ctypes.c_uint32))
 
 
 class Kernels:

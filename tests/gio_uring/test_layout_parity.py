@@ -9,6 +9,7 @@ from pathlib import Path
 
 import memory_controller
 import pytest
+from gio_uring.kernel_stand_in import LayerWordStruct
 from gio_uring.ring_model import ControllerQueueStruct
 
 from tutti import native as native_library
@@ -51,8 +52,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "VfioConfig": controller_vfio.VfioConfigStruct,
     "Iocb": iocb.IocbStruct,
     "JobConfig": engine_structs.JobConfig,
-    "LayerWord": layer_words.LayerWordStruct,
-    "LayerWords": layer_words.LayerWordsStruct,
+    "LayerWord": LayerWordStruct,
     "QueueShare": device_batch.QueueShareStruct,
     "RunState": device_batch.RunStateStruct,
     "LayerTally": device_batch.LayerTallyStruct,
@@ -83,8 +83,11 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 # Fields that C++ has no name for: padding before an aligned member.
 UNNAMED = {("QueuePair", "padding")}
 
-# C++ name -> value, of what is not an enumerator or constant of nvme_spec.h.
+# C++ name or expression -> value, of what is not an enumerator or constant of nvme_spec.h.
 CONSTANTS = {
+    "offsetof(LayerWords,moved)": 0,
+    "offsetof(LayerWords,layers)": layer_words.HEAD_NBYTES,
+    "sizeof(LayerWord)": layer_words.LAYER_NBYTES,
     "kCompleted": queue_pair.COMPLETED,
     "kNoCid": queue_pair.NO_CID,
     "kRunPending": device_batch.RUN_PENDING,

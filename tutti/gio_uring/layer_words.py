@@ -7,32 +7,14 @@ GPU stream stores `moved` after its copies.
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import numpy.typing as npt
 
 from tutti.gio_uring.memory import view_at
 
 #: Bytes before the layers: the mover's word has a line of its own.
-_HEAD_NBYTES = 128
-_LAYER_NBYTES = 8
-
-
-class LayerWordStruct(ctypes.Structure):
-    """`gio::LayerWord`."""
-
-    _fields_ = (("ready", ctypes.c_uint32), ("status", ctypes.c_uint32))
-
-
-class LayerWordsStruct(ctypes.Structure):
-    """`gio::LayerWords`, with the first of its layers."""
-
-    _fields_ = (
-        ("moved", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 31),
-        ("layers", LayerWordStruct * 1),
-    )
+HEAD_NBYTES = 128
+LAYER_NBYTES = 8  # `ready` and `status`
 
 
 class LayerWords:
@@ -48,7 +30,7 @@ class LayerWords:
     @staticmethod
     def nbytes_of(layers: int) -> int:
         """Bytes of the words for `layers` layers, whole lines of 128."""
-        return -(-(_HEAD_NBYTES + layers * _LAYER_NBYTES) // _HEAD_NBYTES) * _HEAD_NBYTES
+        return -(-(HEAD_NBYTES + layers * LAYER_NBYTES) // HEAD_NBYTES) * HEAD_NBYTES
 
     def clear(self) -> None:
         """Zeroes everything, before the job is submitted."""
@@ -86,4 +68,4 @@ class LayerWords:
 
     def _index(self, layer: int) -> int:
         assert 0 <= layer < self.layers, "a layer of the job"
-        return (_HEAD_NBYTES + layer * _LAYER_NBYTES) // 4
+        return (HEAD_NBYTES + layer * LAYER_NBYTES) // 4
