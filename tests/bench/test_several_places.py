@@ -66,9 +66,7 @@ def test_two_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_two_devices(
     command: str, devices: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = words_of(command, devices, tmp_path)
-    for _ in range(2):
-        assert members(run(capsys, words)) == 2
+    assert members(run(capsys, words_of(command, devices, tmp_path))) == 2
     for device in devices:
         raw = Path(device).read_bytes()
         assert not contents(lambda offset, nbytes, raw=raw: raw[offset : offset + nbytes], len(raw))
