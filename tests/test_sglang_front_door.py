@@ -182,7 +182,7 @@ def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
     chosen = {"verify": "sampled", "timeout_s": 7.0, "durability": "flush", "eviction": "lru"}
     chosen |= {"page_cache_share": 0.25, "residency": "static", "write_budget": 1 << 40}
     chosen["service_threads"] = 1
-    of_linker = {"pin_lookups": 5, "pin_share": 2.0}
+    of_linker = {"pin_lookups": 5, "pin_share": 0.75}
     needed = {"path": str(tmp_path / "new"), "capacity": "16MiB"}
     hicache = parse_options({**needed, **chosen}, HICACHE)
     linker = parse_options({**needed, **chosen, **of_linker}, LINKER, LINKER_OPTIONS)
@@ -193,7 +193,7 @@ def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
         assert replace(store.config, schedule=None) == config
     store, _ = open_store(layout, "b", 16 << 20, linker, ParallelRank())
     with store:
-        expected = replace(config, **{**of_linker, "pin_share": 1.0})
+        expected = replace(config, **of_linker)
         assert replace(store.config, schedule=None) == expected
 
 
@@ -428,6 +428,15 @@ def test_a_disk_that_is_too_small_is_said_before_the_start(
     with pytest.raises(CapacityError):
         open_store(layout, "kv", 900 << 40, options, ParallelRank())
     assert any("cannot open its kv pool" in message for message in caplog.messages)
+
+
+def test_a_node_needs_room_for_its_own_ranks_only(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    capacity = disk.f_bavail * disk.f_frsize * 3 // 2
+    where = ["--path", str(tmp_path / "pools"), "--capacity", str(capacity)]
+    arguments = ["sglang", "command", "--model", "m", *where, "--"]
+    assert main([*arguments, "--tp", "2"]) == 3
+    assert main([*arguments, "--tp", "2", "--nnodes", "2"]) == 0
 
 
 def test_memory_is_not_taken_for_a_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,9 +110,13 @@ COMMANDS = (
     ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
 )
 
-#: Commands that servers need: their options can be set by a file and by the environment.
-_CONFIGURED = ("serve", "sglang command", "sglang doctor")
-_OF_OTHERS = {"model", "capacity"}  # in [sglang], for `command` alone
+#: Commands that servers need: their options can be set by a file and by the environment.  With each
+#: the keys of its table that another command has.
+_CONFIGURED: dict[str, set[str]] = {
+    "serve": set(),
+    "sglang command": set(),
+    "sglang doctor": {"model", "option"},
+}
 
 _NUMBER_END = 2**63
 _PLACES = {"path", "paths", "dir", "folder", "pool", "file", "out"}  # arguments that are paths
@@ -199,7 +203,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             )
             child.set_defaults(refuse=child.error)
             if name in _CONFIGURED:
-                configure(child, name.split()[0], os.environ, _OF_OTHERS)
+                configure(child, name.split()[0], os.environ, _CONFIGURED[name])
     return parser
 
 

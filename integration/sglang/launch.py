@@ -94,8 +94,8 @@ def server_environment(mode: str) -> dict[str, str]:
     return {_PARALLEL_ALLOCATION: "2"}
 
 
-def ranks_on_node(arguments: Sequence[str]) -> int:
-    """How many ranks each node has, by SGLang's arguments.  Raises ConfigError for wrong ones."""
+def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
+    """(ranks of a node, nodes) by SGLang's arguments.  Raises ConfigError for wrong ones."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in (
         ("--tp-size", "--tp", "--tensor-parallel-size"),
@@ -110,8 +110,8 @@ def ranks_on_node(arguments: Sequence[str]) -> int:
     except argparse.ArgumentError as error:
         raise ConfigError(f"SGLang would refuse its arguments: {error}") from error
     replicas = 1 if found.enable_dp_attention else found.dp_size
-    ranks = int(found.tp_size * found.pp_size * replicas)
-    return max(1, ranks // max(1, int(found.nnodes)))
+    ranks, nodes = int(found.tp_size * found.pp_size * replicas), max(1, int(found.nnodes))
+    return max(1, ranks // nodes), nodes
 
 
 _STAGES = ("--pp-size", "--pipeline-parallel-size")

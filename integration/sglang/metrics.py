@@ -33,7 +33,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "announced_pages": ("counter", "pages that KV events said are on the disk"),
     "withdrawn_pages": ("counter", "pages that KV events said are there no longer"),
     "unannounced_pages": ("counter", "stored pages without an event: too many, or tokens unknown"),
-    "errors": ("counter", "operating errors: each became a miss or a page not stored"),
+    "errors": ("counter", "operating errors: misses, pages not stored, loads that failed"),
     "corrupt_objects": ("counter", "objects that a load found with a wrong digest"),
     "evicted_objects": ("counter", "objects evicted"),
     "device_read_bytes": ("counter", "bytes read from the medium"),

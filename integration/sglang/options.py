@@ -265,7 +265,6 @@ _OF_A_POOL = frozenset(field.name for field in fields(StoreConfig))
 def store_config(options: Mapping[str, Any], schedule: Schedule | None = None) -> StoreConfig:
     """The settings of a pool of these options.  Raises ConfigError."""
     settings = {name: options[name] for name in options if name in _OF_A_POOL}
-    settings["pin_share"] = min(1.0, settings.get("pin_share", 1.0))
     return StoreConfig(**settings, schedule=schedule)
 
 

@@ -22,6 +22,7 @@ path = "/from/file"
 capacity = "1GiB"
 mode = "linker"
 model = "m"
+option = ["verify=sampled"]
 
 [serve]
 folder = "/pools"
@@ -55,7 +56,8 @@ def given(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
 def test_arguments_win_over_the_environment_and_that_over_the_file(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert given(capsys) == {"path": "/from/file", "capacity": "1GiB"}
+    wanted = {"path": "/from/file", "capacity": "1GiB", "verify": "sampled"}
+    assert given(capsys) == wanted
     monkeypatch.setenv("TUTTI_SGLANG_PATH", "/from/environment")
     assert given(capsys)["path"] == "/from/environment"
     monkeypatch.setenv("TUTTI_SGLANG_PATH", "/from/a, /from/b,")

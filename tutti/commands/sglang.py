@@ -26,7 +26,7 @@ from tutti.integration.sglang.launch import (
     VERSIONS,
     check_together,
     installed_version,
-    ranks_on_node,
+    ranks_and_nodes,
     refused_arguments,
     server_arguments,
     server_environment,
@@ -158,9 +158,10 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     arguments += args.more
     capacity = parse_nbytes(args.capacity)
     command = ["python", "-m", "sglang.launch_server", *arguments]
-    shares = None if uses_agent({"path": args.path}) else share(args.path, ranks_on_node(args.more))
+    ranks, nodes = ranks_and_nodes(args.more)
+    shares = None if uses_agent({"path": args.path}) else share(args.path, ranks)
     if shares is not None and not any(shares.dealt):
-        _check_space(shares.folders, capacity)
+        _check_space(shares.folders, capacity // nodes)
     checked, note = _check(arguments)
     environment = server_environment(args.mode)
     text = " ".join([*(f"{name}={value}" for name, value in environment.items()), ""])
@@ -187,7 +188,7 @@ def _check_space(folders: Sequence[str], capacity: int) -> None:
     if capacity > free + used:
         raise CapacityError(
             f"{', '.join(folders)}: {format_nbytes(free)} free and {format_nbytes(used)} in pools, "
-            f"--capacity is {format_nbytes(capacity)}; give less, or another --path"
+            f"--capacity needs {format_nbytes(capacity)} here; give less, or another --path"
         )
 
 
