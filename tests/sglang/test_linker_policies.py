@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,9 +13,17 @@ from hypothesis import strategies as st
 
 from tutti.base.breaker import Breaker, crawls
 from tutti.errors import ConfigError
-from tutti.integration.sglang.direct.admission import PAGES_MAX, Admission, break_even
+from tutti.integration.sglang.direct.admission import (
+    PAGES_MAX,
+    Admission,
+    admission_for,
+    break_even,
+)
 from tutti.integration.sglang.direct.backlog import Chains
 from tutti.integration.sglang.direct.lookups import Window, restorable
+from tutti.scheduler.dispatcher import Schedule
+from tutti.scheduler.profile import TableProfile, estimated_document
+from tutti.scheduler.roofline import DENSE_MODELS, GPUS
 
 
 class Clock:
@@ -117,6 +128,23 @@ def test_with_a_profile_a_hit_that_computes_sooner_is_not_taken(
     assert admission.bounds(pages=0, asked=10)[1] > 0, "all of it is staged: nothing is read"
     named = Admission(4000, 0.001, 1, pays=rule)
     assert named.bounds(pages=8, asked=10)[1] > 0, "a time that is given counts before a profile"
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_only_measured_computing_refuses_hits(is_measured: bool) -> None:
+    document = estimated_document(DENSE_MODELS["llama-3.1-8b"], GPUS["H100"])
+    document["compute"]["estimated"] = not is_measured
+    config = SimpleNamespace(schedule=Schedule(TableProfile(document)))
+    pool: Any = SimpleNamespace(
+        kv_pool=SimpleNamespace(trailing=False),
+        page_nbytes=4000,
+        store=SimpleNamespace(config=config),
+    )
+    group: Any = SimpleNamespace(layers=4, page_size=16)
+    options = {"recompute_us_per_token": 0.0, "min_tokens": 0, "max_load_ms": 0.0}
+    admission = admission_for(options, [pool], group)
+    # A page's KV is computed in less time than the drive takes for any command.
+    assert (admission.bounds(pages=1, asked=1) == (1, 0)) is is_measured
 
 
 def test_a_load_takes_no_longer_than_it_may_and_what_is_staged_is_free() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.profiles.at_open import FILE
-from tutti.scheduler.dispatcher import GIVEN
 from tutti.scheduler.estimates import Estimates, is_worth_loading
 from tutti.scheduler.loads_and_writes import Profile
 
@@ -110,7 +108,7 @@ def admission_for(
     schedule = stored_pools[0].store.config.schedule
     pays = None
     # Estimates of another GPU's compute do not say which hits are worth their load.
-    if schedule is not None and schedule.source in (FILE, GIVEN):
+    if schedule is not None and "compute" not in getattr(schedule.profile, "estimated", ()):
         pays = break_even(
             schedule.profile, layers=group.layers, page_tokens=group.page_size, page_nbytes=nbytes
         )
