@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,3 +206,12 @@ def test_doctor_takes_several_places(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert DRIVES[0] in said
     main(["sglang", "doctor", "--path", str(tmp_path), str(tmp_path)])
     assert "given twice" in capsys.readouterr().out
+
+
+def test_a_node_needs_room_for_its_own_ranks_only(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    capacity = disk.f_bavail * disk.f_frsize * 3 // 2
+    where = ["--path", str(tmp_path / "pools"), "--capacity", str(capacity)]
+    arguments = ["sglang", "command", "--model", "m", *where, "--"]
+    assert main([*arguments, "--tp", "2"]) == 3
+    assert main([*arguments, "--tp", "2", "--nnodes", "2"]) == 0

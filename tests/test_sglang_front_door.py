@@ -430,15 +430,6 @@ def test_a_disk_that_is_too_small_is_said_before_the_start(
     assert any("cannot open its kv pool" in message for message in caplog.messages)
 
 
-def test_a_node_needs_room_for_its_own_ranks_only(tmp_path: Path) -> None:
-    disk = os.statvfs(tmp_path)
-    capacity = disk.f_bavail * disk.f_frsize * 3 // 2
-    where = ["--path", str(tmp_path / "pools"), "--capacity", str(capacity)]
-    arguments = ["sglang", "command", "--model", "m", *where, "--"]
-    assert main([*arguments, "--tp", "2"]) == 3
-    assert main([*arguments, "--tp", "2", "--nnodes", "2"]) == 0
-
-
 def test_memory_is_not_taken_for_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm")

@@ -112,11 +112,7 @@ COMMANDS = (
 
 #: Commands that servers need: their options can be set by a file and by the environment.  With each
 #: the keys of its table that another command has.
-_CONFIGURED: dict[str, set[str]] = {
-    "serve": set(),
-    "sglang command": set(),
-    "sglang doctor": {"model", "option"},
-}
+_CONFIGURED = {"serve": set(), "sglang command": set(), "sglang doctor": {"model", "option"}}
 
 _NUMBER_END = 2**63
 _PLACES = {"path", "paths", "dir", "folder", "pool", "file", "out"}  # arguments that are paths

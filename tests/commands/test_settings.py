@@ -147,7 +147,7 @@ def test_the_shell_completes_commands(tmp_path: Path) -> None:
 def test_options_that_may_be_repeated_are_lists(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.write_text(FILE.replace("[serve]", 'option = ["verify=off", "degraded=true"]\n[serve]'))
+    config.write_text(FILE.replace('"verify=sampled"', '"verify=off", "degraded=true"'))
     found = given(capsys)
     assert (found["verify"], found["degraded"]) == ("off", True)
     monkeypatch.setenv("TUTTI_SGLANG_OPTION", "verify=sampled,timeout_s=9")
