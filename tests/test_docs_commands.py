@@ -45,12 +45,10 @@ NEEDS = {
     "make": "its own minutes: only that the target exists is checked",
     "pip install": "a package index",
     "python -m sglang.launch_server": "SGLang; tests/sglang starts it with these flags",
-    "python -m tutti.bench.gpu.shards": "a GPU",
     "python -m tutti.bench.yardsticks.run": "another project's benchmark; "
     "tests/bench/test_yardsticks.py runs it on a stand-in",
     "python -m tutti.bench.yardsticks.serving": "SGLang and a model; "
     "tests/sglang/test_serving_yardstick.py runs it",
-    "python tests/gpu/shards.py": "a GPU",
     "python tests/sglang/upstream.py": "SGLang's repository; tests/sglang/test_upstream.py runs it",
     "curl": "a running server; tests/sglang/test_server_lives.py sends these requests",
     "git": "a network; tests/bench/test_yardsticks.py has a stand-in of what is cloned",
