@@ -14,6 +14,7 @@ import pytest
 from tutti import cli
 from tutti.commands import serve
 from tutti.commands.settings import configure
+from tutti.errors import ConfigError
 from tutti.model_config import model_layout
 
 FILE = """
@@ -96,6 +97,12 @@ def test_a_file_that_is_not_there(
 def test_the_agents_folder_comes_from_the_file(config: Path) -> None:
     args = cli.build_parser(["serve"]).parse_args(["serve", "--socket", "/s"])
     assert args.folder == "/pools"
+
+
+def test_the_agent_refuses_keys_of_another_table(config: Path) -> None:
+    config.write_text('[serve]\nmodel = "m"')
+    with pytest.raises(ConfigError, match="unknown key 'model'"):
+        cli.build_parser(["serve"])
 
 
 def test_the_doctor_takes_the_same_file(config: Path) -> None:
