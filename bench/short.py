@@ -103,10 +103,11 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     refuse(paths, why, lambda path: is_drive(path) or is_generic(path))
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar, ThreadPoolExecutor(1) as thread:
-        calls, steps = thread.submit(_calls, in_memory, args.calls).result(_LIMIT_S)
-        bar.advance(1)
+        # First what may be refused: a place that is in use, or holds something.
         puts = thread.submit(_one_page, paths, args.rounds, args.capacity, args.force)
         page = puts.result(_LIMIT_S)
+        bar.advance(1)
+        calls, steps = thread.submit(_calls, in_memory, args.calls).result(_LIMIT_S)
         bar.advance(1)
     return {
         "benchmark": "short",

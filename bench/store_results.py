@@ -171,6 +171,8 @@ def run(
     if commit.endswith("+dirty") or commit == "unknown":
         raise ConfigError(f"the checkout is {commit}; commit what has changed, then measure")
     steps: list[dict[str, Any]] = []
+    for left in sorted(file for folder in places.folders for file in Path(folder).glob("*.tutti")):
+        log(f"{left} is there: a step whose pool has this name will not be measured")
     manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
     _save(manifest, places.out)  # the old one would be wrong of what is measured anew
     end_s = time.monotonic() + limit_s

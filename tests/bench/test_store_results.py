@@ -203,6 +203,14 @@ def test_numbers_have_a_commit(
     assert not any(tmp_path.iterdir())
 
 
+def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_results, "STEPS", ())
+    (tmp_path / "compare.tutti").touch()
+    said: list[str] = []
+    store_results.run(Places([str(tmp_path)], tmp_path), log=said.append)
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path}/compare.tutti is there")
+
+
 def test_names_are_those_of_the_results(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose from bandwidth-fio, files, layerwise-fio"):
         store_results.run(Places(["."], tmp_path), only=["bandwith-fio"])

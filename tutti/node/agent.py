@@ -175,11 +175,8 @@ class Agent:
     def _check_peer(self, peer: socket.socket) -> int:
         """The process at the other end.  Raises AgentRefused for one that may not connect."""
         pid = check_peer(peer, self.config.group)
-        if len(self._connections) >= self.config.connections_max:
-            raise AgentRefused(
-                f"the agent has {len(self._connections)} connections, its limit; close some, or"
-                " raise connections_max"
-            )
+        if (n := len(self._connections)) >= self.config.connections_max:
+            raise AgentRefused(f"the agent has {n} connections, its limit; end other clients")
         return pid
 
     def _settle_gone(self) -> None:

@@ -1,7 +1,7 @@
 """Launches the kernels of a job's layers, and decides their order on a stream.
 
 kernels/device/parameters.cuh describes each kernel.  `launch` has short ones for every layer,
-`resident` one that stays for its layer; `gpu_persistent` has one that stays for all of them.
+`resident` one that stays for its layer; `persistent` has one that stays for all of them.
 """
 
 from __future__ import annotations
