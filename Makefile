@@ -169,11 +169,22 @@ lmcache-server: tests/sglang/lmcache-server.txt sglang-venv
 	  --target $(LMCACHE_SERVER) -r $< && touch $(LMCACHE_SERVER)/.installed || \
 	  echo "LMCache's server is not installed: bench-serving names it as skipped"; }
 
+# SGLang's packages lack its benchmark of conversations.
+SGLANG_URL ?= https://github.com/sgl-project/sglang
+SGLANG_REVISION := 0986bed8e279ce67659e4e473300fc3c5c717d6a
+MULTITURN := build/sglang/benchmark/hicache/bench_multiturn.py
+$(MULTITURN):
+	@git init -q build/sglang; git="git -C build/sglang -c remote.origin.url=$(SGLANG_URL)"; \
+	  $$git fetch -q --depth 1 --filter=blob:none origin $(SGLANG_REVISION) && \
+	  $$git checkout -q $(SGLANG_REVISION) -- benchmark/hicache || \
+	  echo "bench_multiturn was not fetched: bench-serving names it as skipped"
+
 TINY_MODEL := build/tiny-model
 ON_CPU := --device cpu --attention-backend torch_native --context-length 4096 --max-total-tokens 4096 --mem-fraction-static 0.3
 SERVING = env OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONSAFEPATH=1 \
   PYTHONPATH=$(CPU_SGLANG_PATH):$(abspath $(LMCACHE_SERVER)) $(SGLANG_VENV)/bin/python -m tutti.bench.yardsticks.serving --model $(TINY_MODEL) \
-  --dir $(BENCH_DIR) --prompts 2 --rounds 3 --rate 16 --note "CPU, tiny model: counts, not speed"
+  --dir $(BENCH_DIR) --prompts 2 --rounds 3 --rate 16 --note "CPU, tiny model: counts, not speed" \
+  $$([ ! -e $(MULTITURN) ] || echo --bench-multiturn $(MULTITURN))
 $(TINY_MODEL)/tokenizer.json: | $(VENV)/.core sglang-venv build/view
 	$(CPU_SGLANG) tests/sglang/tiny_model.py $(TINY_MODEL) 0 mha --tokenizer
 
@@ -184,11 +195,11 @@ sglang-hashes: sglang-venv build/view
 	@$(CPU_SGLANG) -c "from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str([1, 2], None)"
 
 .PHONY: bench-serving bench-serving-tp2
-bench-serving: $(TINY_MODEL)/tokenizer.json sglang-hashes lmcache-server ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
+bench-serving: $(TINY_MODEL)/tokenizer.json $(MULTITURN) sglang-hashes lmcache-server ## SGLang's own clients against each system on a CPU, BENCH_DIR=..., ARGS="--systems hbm"
 	$(SERVING) --passes 2 --small-capacity 8MiB --more="$(ON_CPU)" $(ARGS)
 
 # A processor for each rank.
-bench-serving-tp2: $(TINY_MODEL)/tokenizer.json sglang-hashes ## the same with servers of two ranks, once each
+bench-serving-tp2: $(TINY_MODEL)/tokenizer.json $(MULTITURN) sglang-hashes ## the same with servers of two ranks, once each
 	SGLANG_CPU_OMP_THREADS_BIND="0|1" $(SERVING) --passes 1 --systems hbm hicache-file tutti-hicache tutti-linker \
 	  --more="$(ON_CPU) --tp 2" $(ARGS)
 
