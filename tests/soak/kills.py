@@ -56,7 +56,8 @@ class Campaign:
     def run(self) -> None:
         for _ in range(VICTIMS):
             self._victim()
-            if self.rng.random() < 0.75:
+            # After a death in a clear always: the next clear would hide whether this one happened.
+            if self.rng.random() < 0.75 or self.oracle.clearing:
                 self._check(self.paths, torn=False)
             self.oracle.forget(self.rng, KNOWN_MAX)
         self._check(self.paths, torn=False)

@@ -141,6 +141,12 @@ class Oracle:
         with self._lock:
             return self._clearing is not None or self._clear_ended > moment
 
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear is under way, or was when the process died."""
+        with self._lock:
+            return self._clearing is not None
+
     def settle(self, present: Collection[bytes]) -> None:
         """The process died, and this is what the pool holds: it must fit, and counts from now on.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_controller import Faults
-from soak import agents
+from soak import agents, kills
 from soak.oracle import Finding, Oracle
 from soak.traffic import PAGES, Room, Shared, Traffic
 
@@ -98,6 +98,23 @@ def test_a_clear_that_was_interrupted_is_whole_or_nothing() -> None:
         else:
             with pytest.raises(Finding, match="3 of 4 acknowledged"):
                 oracle.settle(left)
+
+
+def test_what_a_death_in_a_clear_leaves_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every time: the oracle knows of one clear that may have happened, and not of two."""
+    campaign = kills.Campaign(1, tmp_path, Counter())
+    monkeypatch.setattr(campaign, "_victim", lambda: campaign.oracle.follow(["clear_begins"]))
+    checks: list[bool] = []
+
+    def check(*_: object, torn: bool) -> None:
+        checks.append(torn)
+        campaign.oracle.settle([])
+
+    monkeypatch.setattr(campaign, "_check", check)
+    campaign.run()
+    assert len(checks) == kills.VICTIMS + 1
 
 
 def test_an_order_that_nobody_saw_is_not_judged() -> None:
