@@ -50,8 +50,11 @@ _GPU = "tutti/gio_uring/gpu"
 #: Make and replace pools, which ends before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 #: In folders above, but in no result that does not name it: besides, without a GPU none of its
-#: engines runs, a report only shows results, and nothing simulated uses a file.
-_APART = (*_MAKING, _GPU, *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")))
+#: engines runs, a report and a demo only show results, and nothing simulated uses a file.
+_APART = (
+    *(*_MAKING, _GPU, "tutti/commands/demo.py"),
+    *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
+)
 
 #: What results depend on, by their name or that of their benchmark: files and folders of the
 #: checkout.

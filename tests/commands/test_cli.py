@@ -426,7 +426,7 @@ def test_replay_fails_on_wrong_bytes(
     assert run_json(*argv)[0] == 1
 
 
-TINY_DEMO = cli_demo._Size(1, 1, 32 * MiB, 4)
+TINY_DEMO = cli_demo._Size(1, 1, 32 * MiB, 4, launches=1)
 
 
 def test_demo_works_twice_and_cleans_up(

@@ -40,12 +40,13 @@ _POOLS = "demo-pools"  # below --dir; it is the demo's own and removed with all 
 
 @dataclass(frozen=True)
 class _Size:
-    """How much a demo does.  page_tokens: of an 8B model, 128 KiB of KV each."""
+    """What a demo does.  page_tokens: of an 8B model, 128 KiB each; launches: of each system."""
 
     page_tokens: int
     rounds: int
     replay_nbytes: int
     requests: int
+    launches: int
 
     @property
     def needs_nbytes(self) -> int:
@@ -53,8 +54,8 @@ class _Size:
         return max(9 * 128 * self.page_tokens * MiB // 8, self.replay_nbytes)
 
 
-_FULL = _Size(16, 5, 512 * MiB, 800)
-_QUICK = _Size(4, 1, 128 * MiB, 100)
+_FULL = _Size(16, 5, 512 * MiB, 800, launches=3)
+_QUICK = _Size(4, 1, 128 * MiB, 100, launches=1)
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,7 @@ def run_demo(args: argparse.Namespace) -> CommandResult:
     busy = os.getloadavg()[0]
     place = ["--dir", str(pools)]
     compared = ["--peers", *_NAMES, "--batches", "2", "--rounds", str(size.rounds)]
-    compared += ["--page-tokens", str(size.page_tokens)]
+    compared += ["--page-tokens", str(size.page_tokens), "--launches", str(size.launches)]
     limits = ["--capacity", str(size.replay_nbytes), "--requests", str(size.requests)]
     pools.mkdir()
     try:
@@ -101,8 +102,7 @@ def run_demo(args: argparse.Namespace) -> CommandResult:
     skipped = [f"not compared: {name} ({why})" for name, why in peers["skipped"].items()]
     parts = [_LABEL, chart, *skipped, _sentences(cell, replayed), *_noise(busy)]
     parts.append(_keep(result, folder))
-    exit_code = EXIT_FAILED if result["wrong"] else EXIT_OK
-    return CommandResult(result, "\n\n".join(parts), exit_code)
+    return CommandResult(result, "\n\n".join(parts), EXIT_FAILED if result["wrong"] else EXIT_OK)
 
 
 def _affordable(folder: Path, sizes: list[_Size]) -> _Size:
@@ -121,17 +121,15 @@ def _run(module: ModuleType, argv: list[str]) -> dict[str, Any]:
     """Runs a bench as its own command would."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    result: dict[str, Any] = module.run(parser.parse_args(argv), progress)
-    return result
+    return dict(module.run(parser.parse_args(argv), progress))
 
 
 def _speeds(cell: dict[str, Any], phase: str) -> list[tuple[str, float]]:
     """GB/s of each peer that ran, Tutti's first."""
-    found = cell["peers"]
     return [
-        (label, found[name][phase]["median_gb_per_s"])
+        (label, cell["peers"][name][phase]["median_gb_per_s"])
         for name, label in _NAMES.items()
-        if name in found
+        if name in cell["peers"]
     ]
 
 
@@ -159,8 +157,7 @@ def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
 
 def _noise(load: float) -> list[str]:
     """load: average number of running threads before the demo."""
-    busy = f"Other programs kept this machine busy (load {load:.1f})"
-    text = f"{busy}: ratios differ on an idle machine."
+    text = f"Other programs kept this machine busy (load {load:.1f}): ratios differ on an idle one."
     return [text] if load >= (os.cpu_count() or 1) / 2 else []
 
 
