@@ -16,7 +16,8 @@ PYTEST_FLAGS ?=
 FUZZ_SECONDS ?= 600
 
 # A suite is a pytest marker expression; the suites of TEST_SUITES make up `make test`.
-# To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line.
+# To add one: name it here, give it a MARK_ and (if it runs in parallel) a JOBS_ line. PATHS_ spares
+# a suite the collection of all the other tests; tests/conftest.py refuses a test of it elsewhere.
 TEST_SUITES := unit native crash nvme sglang
 MORE_SUITES := slow sglang-server
 MARK_unit := not (native or crash or nvme or slow or sglang or gpu)
@@ -26,7 +27,12 @@ MARK_nvme := nvme and not slow
 MARK_sglang := sglang and not slow
 MARK_slow := slow and not sglang
 MARK_sglang-server := sglang and slow
-JOBS_unit := 3
+PATHS_native := tests/native
+PATHS_crash := tests/crash tests/soak
+PATHS_nvme := tests/qemu
+PATHS_sglang := tests/sglang
+PATHS_sglang-server := tests/sglang
+JOBS_unit := 4
 JOBS_native := 2
 JOBS_crash := 2
 JOBS_nvme := 2
@@ -75,7 +81,7 @@ test: $(addprefix test-,$(TEST_SUITES)) ## every suite; what the machine lacks i
 .PHONY: $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES))
 $(addprefix test-,$(TEST_SUITES) $(MORE_SUITES)): test-%: $(VENV)/.test device-check
 	@echo "== suite $*"
-	@$(call test_python,$*) -m pytest -q -rs -n $(or $(JOBS_$*),0) --dist worksteal -m "$(MARK_$*)" $(PYTEST_FLAGS) || { \
+	@$(call test_python,$*) -m pytest -q -rs -n $(or $(JOBS_$*),0) --dist worksteal -m "$(MARK_$*)" $(PATHS_$*) $(PYTEST_FLAGS) || { \
 	  status=$$?; [ $$status -ne 5 ] || echo "suite $* selects no test: mark one with $*," \
 	  "or take the suite out of TEST_SUITES in the Makefile"; exit $$status; }
 

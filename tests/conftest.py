@@ -25,6 +25,13 @@ MARKERS = {
     "sglang": "needs SGLang, and starts its server",
     "slow": "longer than a minute; not part of `make test`",
 }
+#: Where the Makefile looks for the tests of a suite.
+FOLDERS = {
+    "crash": ("crash", "soak"),
+    "native": ("native",),
+    "nvme": ("qemu",),
+    "sglang": ("sglang",),
+}
 
 # No deadlines: times are never asserted. A failure prints a blob that repeats it.
 with suppress(ImportError):  # as on a GPU machine without a network
@@ -92,6 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         folder = item.path.relative_to(config.rootpath).parts[1]
         if folder in MARKERS:
             item.add_marker(folder)
+        for name, folders in FOLDERS.items():
+            if item.get_closest_marker(name) is not None and folder not in folders:
+                raise pytest.UsageError(f"{item.nodeid} is found only below tests/{folders[0]}")
         # Keywords also hold the names of folders, such as that of a clone.
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skipif(not cuda_devices(), reason="no CUDA device"))
