@@ -11,6 +11,7 @@ from loop_devices import Loop, loop_devices
 
 from tutti import cli
 from tutti.base.units import MiB
+from tutti.bench import short
 from tutti.gio_uring.drives.device_content import contents
 from tutti.pool.pool_format import is_labelled
 
@@ -24,6 +25,14 @@ SMALL = {
     "agent": "bench agent --rounds 3 --pages 16 --batch 4 --clients 0 --capacity 32MiB",
 }
 ON_DEVICES = [command for command in SMALL if command != "window"]
+
+
+@pytest.fixture(autouse=True)
+def _few_calls_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `bench short` measures there is the same wherever the members are."""
+    monkeypatch.setattr(short, "_WARM", 1)
+    monkeypatch.setattr(short, "_PAGES", (1,))
+    monkeypatch.setattr(short, "_CALLS_NBYTES", 256 * MiB)
 
 
 @pytest.fixture

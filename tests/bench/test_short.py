@@ -12,7 +12,10 @@ from tutti import cli
 from tutti.bench import short
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short, "_WARM", 1)
     words = ["bench", "short", "--dir", str(tmp_path), "--json", "--calls", "2", "--rounds", "3"]
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
