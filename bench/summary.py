@@ -221,7 +221,8 @@ def _fuzz(result: dict[str, Any]) -> str:
 
 def _failures(result: dict[str, Any]) -> str:
     head = list(result["rows"][0])
-    return "\n".join(_markdown(head, [[row[name] for name in head] for row in result["rows"]]))
+    rows = [row | {"ended": "yes" if row["ended"] else "no"} for row in result["rows"]]
+    return "\n".join(_markdown(head, [[row[name] for name in head] for row in rows]))
 
 
 def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
