@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -41,7 +40,8 @@ def check_bench(
     words += ["--out", str(folder / "profile.json")] if name == "profile" else []
     for _ in range(2):
         # Drawn by an emulated processor, the picture of a profile takes longer than all the rest.
-        with mock.patch.dict(sys.modules, {"matplotlib": None}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "matplotlib", None)
             code = cli.main(words)
         out, err = capsys.readouterr()
         assert code == 0, err
