@@ -207,8 +207,9 @@ def against_copies(
 ) -> dict[str, Any]:
     """An engine over a medium that moves nothing, and plain copies of as many bytes by turns."""
     # Two transfers at once have all their layers staged, or as many as the engine's default allows.
+    # A store cuts its puts into parts of which two fit.
     staging_nbytes = plan.staging_nbytes
-    if 2 * load.slice_nbytes * load.pages > staging_nbytes // 2:
+    if direction == "store" or 2 * load.slice_nbytes * load.pages > staging_nbytes // 2:
         staging_nbytes = 2 * load.nbytes + 64 * MiB
     with ExitStack() as stack:
         # Before the engine: an allocation may wait for its kernels.

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
+from absent import Absent
 
 from tutti.errors import Unsupported
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
+
+#: What these need beside the driver.
+NEEDS = {"test_torch.py": "torch", "test_linker.py": "sgl_kernel"}
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    package = NEEDS.get(module_path.name)
+    if package is None or find_spec(package) is not None:
+        return None
+    return Absent.of(f"{package} is not installed", module_path, parent)
 
 
 @pytest.fixture(scope="session")

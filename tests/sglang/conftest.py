@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absent import Absent
 
 HERE = Path(__file__).resolve().parent
 MISSING = "SGLang is not installed here (make test-sglang installs it where packages can be had)"
@@ -30,22 +31,8 @@ def has_sglang() -> bool:
         return False
 
 
-class Absent(pytest.File):
-    """In the place of a module of these tests, which cannot be imported without SGLang."""
-
-    def collect(self) -> Iterator[pytest.Item]:
-        yield Skipped.from_parent(self, name="needs_sglang")
-
-
-class Skipped(pytest.Item):
-    """An item and no skip of the whole module: suites that do not select it do not report it."""
-
-    def runtest(self) -> None:
-        pytest.skip(MISSING)
-
-
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    return None if has_sglang() else Absent.from_parent(parent, path=module_path)
+    return None if has_sglang() else Absent.of(MISSING, module_path, parent)
 
 
 @pytest.hookimpl(trylast=True)

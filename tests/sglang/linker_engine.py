@@ -27,12 +27,14 @@ PAGE = 16
 LAYERS = 3
 PAGES = 64
 WAIT_S = 30.0
+#: Where pools lie; the tests on a GPU put them there.
+DEVICE = "cpu"
 
 
 @functools.cache
 def server_args() -> ServerArgs:
     # The one name for which SGLang looks for no files.
-    args = ServerArgs(model_path="dummy", device="cpu", page_size=PAGE)
+    args = ServerArgs(model_path="dummy", device=DEVICE, page_size=PAGE)
     publish(args, role="test", ranks=SpawnRanks(world_rank=0, dp_rank=None))
     return args
 
@@ -43,7 +45,7 @@ def kv_pool(kind: str) -> Any:
         "page_size": PAGE,
         "dtype": torch.bfloat16,
         "layer_num": LAYERS,
-        "device": "cpu",
+        "device": DEVICE,
         "enable_memory_saver": False,
     }
     if kind == "mla":
@@ -53,8 +55,10 @@ def kv_pool(kind: str) -> Any:
 
 def init_params(pool: Any, **changes: Any) -> CacheInitParams:
     server_args()
-    allocator = PagedTokenToKVPoolAllocator(PAGES * PAGE, PAGE, torch.bfloat16, "cpu", pool, False)
-    requests = ReqToTokenPool(size=8, max_context_len=2048, device="cpu", enable_memory_saver=False)
+    allocator = PagedTokenToKVPoolAllocator(PAGES * PAGE, PAGE, torch.bfloat16, DEVICE, pool, False)
+    requests = ReqToTokenPool(
+        size=8, max_context_len=2048, device=DEVICE, enable_memory_saver=False
+    )
     known = {
         "disable": False,
         "req_to_token_pool": requests,
@@ -142,7 +146,7 @@ class Rig:
         """Bytes of each page, over the layers."""
         return [
             b"".join(
-                buffer[page * PAGE : (page + 1) * PAGE].view(torch.uint8).numpy().tobytes()
+                buffer[page * PAGE : (page + 1) * PAGE].view(torch.uint8).cpu().numpy().tobytes()
                 for layer in layers
                 for buffer in self.buffers(layer)
             )
@@ -187,6 +191,7 @@ def transfer(names: Sequence[str], pages: Sequence[int] | None = None) -> PoolTr
     if pages is not None:
         rows = [torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages]
         indices = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        indices = indices.to(DEVICE)
     return PoolTransfer(name=PoolName.KV, keys=list(names), device_indices=indices)
 
 

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from tutti.integration.sglang.direct.kv_pools import KvPool, Span
 from tutti.integration.sglang.linker import TuttiLinker
 
 PAGES, STATES = 32, 12
@@ -41,7 +42,7 @@ def windows() -> tuple[Any, Any]:
         head_dim=32,
         swa_attention_layer_ids=[1, 2, 4],
         full_attention_layer_ids=[0, 3],
-        device="cpu",
+        device=engine.DEVICE,
     )
     return pool, None
 
@@ -61,7 +62,7 @@ def states(conv: torch.dtype = torch.bfloat16) -> HybridReqToTokenPool:
         mamba_size=STATES,
         mamba_spec_state_size=0,
         max_context_len=2048,
-        device="cpu",
+        device=engine.DEVICE,
         enable_memory_saver=False,
         cache_params=Mamba2CacheParams(
             shape=shape, layers=[0, 2, 3], dtype=Mamba2StateDType(conv=conv, temporal=torch.float32)
@@ -82,7 +83,7 @@ def linear(*, use_mla: bool, conv: torch.dtype = torch.bfloat16) -> tuple[Any, A
         head_num=4,
         head_dim=32,
         full_attention_layer_ids=[1, 4],
-        device="cpu",
+        device=engine.DEVICE,
         mamba_pool=requests.mamba_pool,
         use_mla=use_mla,
         kv_lora_rank=256,
@@ -102,7 +103,7 @@ def linear_and_windows() -> tuple[Any, Any]:
         head_dim=32,
         swa_attention_layer_ids=[4, 6],
         full_attention_layer_ids=[1, 5],
-        device="cpu",
+        device=engine.DEVICE,
     )
     return pool, states()
 
@@ -116,7 +117,7 @@ def sparse(pages: int = 16) -> tuple[Any, Any]:
         dtype=torch.bfloat16,
         qk_rope_head_dim=64,
         layer_num=5,
-        device="cpu",
+        device=engine.DEVICE,
         index_head_dim=128,
         enable_memory_saver=False,
         kv_cache_dim=576,
@@ -142,7 +143,7 @@ def compressed() -> tuple[Any, Any]:
         qk_rope_head_dim=64,
         indexer_head_dim=128,
         layer_num=45,
-        device="cpu",
+        device=engine.DEVICE,
         enable_memory_saver=False,
         compression_ratios=[0, *(4, 128) * 22],
     )
@@ -158,6 +159,29 @@ KINDS: Mapping[str, tuple[Callable[[], tuple[Any, Any]], set[Any], int]] = {
     "sparse": (sparse, {FULL}, 64),
     "compressed": (compressed, {FULL, SWA}, 256),
 }
+
+
+class _OnGpu:
+    """The pages of a span for PyTorch, by Numba's CUDA array interface, version 2."""
+
+    def __init__(self, span: Span, pages: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (span.address, False),
+            "shape": (pages, span.nbytes),
+            "strides": (span.stride_nbytes, 1),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def views_of(pool: KvPool) -> list[list[torch.Tensor]]:
+    """uint8 (pages, bytes of a segment) of each segment of each layer, in the pool's memory."""
+    if pool.views:
+        return [[torch.from_numpy(view) for view in row] for row in pool.views]
+    return [
+        [torch.as_tensor(_OnGpu(span, pool.pages), device=pool.device) for span in row]
+        for row in pool.spans
+    ]
 
 
 class StatesRig:
@@ -198,20 +222,24 @@ class StatesRig:
     def fill(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for stored_pool in self.linker.stored_pools.values():
-            for row in stored_pool.kv_pool.views:
+            for row in views_of(stored_pool.kv_pool):
                 for view in row:
-                    view[:] = rng.integers(0, 256, view.shape, np.uint8)
+                    content = rng.integers(0, 256, tuple(view.shape), np.uint8)
+                    view.copy_(torch.from_numpy(content))
 
     def wipe(self) -> None:
         for stored_pool in self.linker.stored_pools.values():
-            for row in stored_pool.kv_pool.views:
+            for row in views_of(stored_pool.kv_pool):
                 for view in row:
-                    view[:] = 0
+                    view.zero_()
 
     def content(self, name: str, pages: Sequence[int]) -> list[bytes]:
         """Bytes of pages of one pool, over its layers."""
-        views = self.linker.stored_pools[name].kv_pool.views
-        return [b"".join(v[p].tobytes() for row in views for v in row) for p in pages]
+        views = views_of(self.linker.stored_pools[name].kv_pool)
+        return [
+            b"".join(view[page].cpu().numpy().tobytes() for row in views for view in row)
+            for page in pages
+        ]
 
     def transfers(
         self,
@@ -241,7 +269,8 @@ class StatesRig:
     def slots(self, source: str, pages: Sequence[int]) -> torch.Tensor:
         size = 1 if source == "mamba" else self.page
         rows = [torch.arange(page * size, (page + 1) * size) for page in pages]
-        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        slots = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+        return slots.to(engine.DEVICE)
 
     def store(self, transfers: list[PoolTransfer]) -> bool:
         """Offloads, and waits until it is on the medium: what is copied out completes before."""
