@@ -37,8 +37,7 @@ _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", _STATISTICS, *_
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 
 _BANDWIDTH = (
-    *(*_TRANSFERS, *_RIG, "bench/bandwidth.py", "bench/gpu", "bench/gpu_memory.py"),
-    *("bench/members.py", "bench/compare/paired.py"),
+    *(*_TRANSFERS, *_RIG, "bench/bandwidth.py", "bench/members.py", "bench/compare/paired.py"),
 )
 _RING_SOAK = (
     *(f"kernels/include/gio_uring/{n}.h" for n in ("atomics", "controller_queue", "nvme_spec")),
@@ -46,13 +45,16 @@ _RING_SOAK = (
     *(f"tests/native/{n}" for n in ("fiber.h", "programs.py")),
     "tests/soak/rings.py",
 )
-_GPU = "tutti/gio_uring/gpu"
+_GPU = ("tutti/gio_uring/gpu", "kernels/device")
+#: Imported by what can measure a GPU, too; without one none of it runs.
+GPU_BENCHES = ("bench/gpu", "bench/gpu_memory.py")
+_ON_GPU = (*_TRANSFERS, *_GPU, *GPU_BENCHES, "bench/fio.py", "bench/compare/paired.py")
 #: Make and replace pools, which ends before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
-#: In folders above, but in no result that does not name it: besides, without a GPU none of its
-#: engines runs, a report and a demo only show results, and nothing simulated uses a file.
+#: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
+#: runs, a report and a demo only show results, and nothing simulated uses a file.
 _APART = (
-    *(*_MAKING, _GPU, "tutti/commands/demo.py"),
+    *(*_MAKING, *_GPU, *GPU_BENCHES, "tutti/commands/demo.py"),
     *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
 )
 
@@ -60,9 +62,9 @@ _APART = (
 #: checkout.
 DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
-    "bandwidth": (*_BANDWIDTH, _GPU),
+    "bandwidth": _BANDWIDTH,  # in host memory
+    "bandwidth-gpu": (*_BANDWIDTH, *_ON_GPU),
     "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
-    "contexts": _BANDWIDTH,  # in host memory
     "decisions": (
         *(*_TRANSFERS, *_DRIVE, "bench/slack/decisions.py", "bench/slack/file.py"),
         *(f"bench/slack/{n}.py" for n in ("conditions", "lower_bound", "server", "workload")),
@@ -75,10 +77,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     ),
     "failures": ("kernels/native", "tutti", *_MAKING, "tests/native/failures.py"),
     "fuzz": ("tutti", *_MAKING, "tests/fuzz"),
-    "gpu": (
-        *(*_TRANSFERS, _GPU, "kernels", "bench/gpu", "bench/gpu_memory.py", "bench/fio.py"),
-        "bench/compare/paired.py",
-    ),
+    "gpu": (*_ON_GPU, "kernels"),
     "kv_cache": (
         *_TRANSFERS,
         *(f"bench/yardsticks/{name}.py" for name in ("backends", "round", "run")),
@@ -90,11 +89,8 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"integration/sglang/{name}" for name in ("hicache.py", "host", "page_keys.py")),
     ),
     "placement": (*_TRANSFERS, "bench/placement.py", "tests/qemu/placement.py"),
-    "profile": (
-        *_TRANSFERS,
-        "bench/profile",
-        *("bench/gpu", "bench/gpu_memory.py", "bench/fio.py", "bench/compare/paired.py"),
-    ),
+    "profile": (*_TRANSFERS, "bench/profile"),
+    "profile-gpu": (*_ON_GPU, "bench/profile"),
     "replay": (
         *(*_TRANSFERS, *_RIG, *_TRACES, *_PLACES, "bench/fio.py", "bench/replay.py"),
         *("bench/engine_alone.py", "bench/prepared_read.py"),
@@ -131,7 +127,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "soak-rings": (*_RING_SOAK, "tests/native/ring_fiber.cpp"),
     "soak-threads": (*_RING_SOAK, "tests/native/ring_stress.cpp"),
     "submit": (
-        *("kernels/device", _GPU, "integration/sglang/direct"),
+        *(*_GPU, "integration/sglang/direct"),
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
     ),
     "threads": (*_ENGINE, "bench/threads.py"),
