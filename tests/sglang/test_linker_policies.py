@@ -21,6 +21,7 @@ from tutti.integration.sglang.direct.admission import (
 )
 from tutti.integration.sglang.direct.backlog import Chains
 from tutti.integration.sglang.direct.lookups import Window, restorable
+from tutti.integration.sglang.direct.model_steps import StepsWatch
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.profile import TableProfile, estimated_document
 from tutti.scheduler.roofline import DENSE_MODELS, GPUS
@@ -145,6 +146,22 @@ def test_only_measured_computing_refuses_hits(is_measured: bool) -> None:
     admission = admission_for(options, [pool], group)
     # A page's KV is computed in less time than the drive takes for any command.
     assert (admission.bounds(pages=1, asked=1) == (1, 0)) is is_measured
+
+
+@pytest.mark.parametrize(("took_s", "pays"), [(0.01, False), (1.0, True)])
+def test_prefills_that_were_measured_say_what_a_hit_saves(took_s: float, pays: bool) -> None:
+    """By the profile each takes 51 ms; the first of all compiles."""
+    steps = StepsWatch()
+    rule = break_even(Machine(0.3), layers=4, page_tokens=16, page_nbytes=4000, steps=steps)
+    for number in range(5):
+        assert rule(64, 64), "too few were measured, and the profile's own times are estimates"
+        steps.prefills.append((2048, 0, took_s if number else 60.0))
+        steps.prefills_seen += 1
+    assert rule(64, 64) == pays
+    for _ in range(15):
+        steps.prefills.append((2048, 0, 1.01 - took_s))
+        steps.prefills_seen += 1
+    assert rule(64, 64) != pays, "the model computes at another speed now"
 
 
 def test_a_load_takes_no_longer_than_it_may_and_what_is_staged_is_free() -> None:

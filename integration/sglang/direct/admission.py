@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
+from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.scheduler.estimates import Estimates, is_worth_loading
 from tutti.scheduler.loads_and_writes import Profile
 
 PAGES_MAX = 1 << 40
+#: Prefills that must have been measured before they decide anything; the first ones compile.
+_PREFILLS_MIN = 5
+
+_log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -65,6 +72,12 @@ class Admission:
         """
         if pages and self._loses(pages, asked):
             self._refused += 1
+            if self._refused == 1:
+                _log.info(
+                    "a hit of %d pages is computed: by what was measured, loading it takes longer;"
+                    " more of them are counted in tutti:refused_pages_total",
+                    pages,
+                )
             if self._refused % 64:
                 return 1, 0
         return self._pages_min, staged + self.fitting()
@@ -82,13 +95,36 @@ class Admission:
 
 
 def break_even(
-    profile: Profile, *, layers: int, page_tokens: int, page_nbytes: int
+    profile: Profile,
+    *,
+    layers: int,
+    page_tokens: int,
+    page_nbytes: int,
+    steps: StepsWatch | None = None,
 ) -> Callable[[int, int], bool]:
-    """Whether a hit of so many pages, out of so many asked for, loads sooner than it computes."""
+    """Whether a hit of so many pages, out of so many asked for, loads sooner than it computes.
+
+    steps: what computing takes, where the profile's times for it are estimates: they are multiplied
+    by the median of measured over estimated times of the last long prefills.  Every hit pays
+    before there are five.
+    """
     estimates = Estimates(profile)
+    seen = 0
+
+    def is_known() -> bool:
+        nonlocal seen
+        if steps is None:
+            return True
+        if seen != steps.prefills_seen and len(steps.prefills) >= _PREFILLS_MIN:
+            seen = steps.prefills_seen
+            estimates.layer.factor = statistics.median(
+                took_s * 1e9 / max(1, layers * estimates.layer_base_ns(tokens, context))
+                for tokens, context, took_s in steps.prefills
+            )
+        return seen > 0
 
     def pays(pages: int, asked: int) -> bool:
-        return is_worth_loading(
+        return not is_known() or is_worth_loading(
             estimates,
             layers=layers,
             new_tokens=max(1, asked - pages) * page_tokens,
@@ -107,10 +143,15 @@ def admission_for(
     nbytes = sum(stored_pool.page_nbytes for stored_pool in by_page)
     schedule = stored_pools[0].store.config.schedule
     pays = None
-    # Estimates of another GPU's compute do not say which hits are worth their load.
-    if schedule is not None and "compute" not in getattr(schedule.profile, "estimated", ()):
+    if schedule is not None:
+        # Estimates of another GPU's computing do not say which hits are worth their load.
+        is_estimated = "compute" in getattr(schedule.profile, "estimated", ())
         pays = break_even(
-            schedule.profile, layers=group.layers, page_tokens=group.page_size, page_nbytes=nbytes
+            schedule.profile,
+            layers=group.layers,
+            page_tokens=group.page_size,
+            page_nbytes=nbytes,
+            steps=STEPS if is_estimated else None,
         )
     return Admission(
         nbytes,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 #: SGLang launches one batch while another computes; more were never processed, and are forgotten.
 _STEPS_MAX = 2
+#: Shorter prefills take the time of their launches; so many longer ones are remembered.
+_PREFILL_TOKENS_MIN, _PREFILLS_MAX = 1024, 15
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 
 
@@ -46,6 +49,7 @@ class _Launched:
 
     step: ModelStep
     begun: bool = False
+    began_s: float = 0.0
     over: bool = False
 
 
@@ -61,9 +65,14 @@ class StepsWatch:
     """The batches of this process's scheduler that were launched and not processed.
 
     Called on the scheduler's thread alone, but for ``stream_began``.
+
+    prefills: (tokens, context tokens, seconds) of the last long ones that waited for no load.
+    prefills_seen: how many there were.
     """
 
     def __init__(self) -> None:
+        self.prefills: deque[tuple[int, int, float]] = deque(maxlen=_PREFILLS_MAX)
+        self.prefills_seen = 0
         self._followers: dict[Dispatcher, _Follower] = {}
         self._telling = threading.Lock()
         self._users: list[Dispatcher] = []
@@ -137,7 +146,7 @@ class StepsWatch:
         launched = next((one for one in self._steps if not one.over), None)
         if launched is None or launched.begun:
             return
-        launched.begun, step = True, launched.step
+        launched.begun, launched.began_s, step = True, time.monotonic(), launched.step
 
         def began(dispatcher: Dispatcher, follower: _Follower) -> Event | None:
             event = StepBegan(
@@ -154,8 +163,15 @@ class StepsWatch:
 
     def _end(self, launched: _Launched) -> None:
         if launched.begun and not launched.over:
+            self._remember(launched.step, time.monotonic() - launched.began_s)
             self._post(lambda to, follower: follower.reports.ended(StepEnded(to.now_ns())))
         launched.over = True
+
+    def _remember(self, step: ModelStep, took_s: float) -> None:
+        is_long = step.phase is Phase.PREFILL and step.tokens >= _PREFILL_TOKENS_MIN
+        if is_long and not step.loads:
+            self.prefills.append((step.tokens, step.context_tokens, took_s))
+            self.prefills_seen += 1
 
     def _post_layer(self, layer: int, waited_s: float) -> None:
         waited_ns = round(waited_s * 1e9)

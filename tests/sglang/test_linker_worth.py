@@ -1,0 +1,45 @@
+"""Hits that are computed sooner than they are loaded, by the server's own prefills."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+from linker_engine import FlatProfile, Rig, names
+from test_linker_profile import Batch
+
+from tutti.integration.sglang import linker as linker_module
+from tutti.integration.sglang.direct.model_steps import STEPS
+from tutti.scheduler.loads_and_writes import Phase
+
+
+class SlowDrive(FlatProfile):
+    """A drive that was measured, and computing that was not."""
+
+    estimated = ("compute",)
+
+    def read_us(self, nbytes: int) -> float:
+        return nbytes * 100.0
+
+
+def test_hits_that_compute_sooner_are_left_to_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prefills that waited for no load tell how fast the model computes here."""
+    monkeypatch.setattr(linker_module, "served_profile", lambda *_: (SlowDrive(), "measured"))
+    monkeypatch.setattr(STEPS, "prefills", deque(maxlen=15))
+    monkeypatch.setattr(STEPS, "prefills_seen", 0)
+    with Rig(tmp_path) as rig:
+        rig.fill(3)
+        assert rig.store(names(8), range(8))
+        for tokens, index in ((70, -1), (2048, 3), *(((2048, -1),) * 5)):
+            assert rig.lookup(names(8)) == 8, "short ones, and those with loads, say nothing"
+            batch = Batch(Phase.PREFILL, index)
+            batch.extend_num_tokens = tokens
+            STEPS.launched(batch)
+            STEPS.processed()
+        assert rig.lookup(names(8)) == 0
+        assert rig.stored_pool.metrics.snapshot()["refused_pages"] == 8
+        tries = [rig.lookup(names(8)) for _ in range(64)]
+        assert tries.count(8) == 1, "now and then one is loaded, as the drive may be faster now"
