@@ -48,7 +48,9 @@ _RING_SOAK = (
 _GPU = ("tutti/gio_uring/gpu", "kernels/device")
 #: Imported by what can measure a GPU, too; without one none of it runs.
 GPU_BENCHES = ("bench/gpu", "bench/gpu_memory.py")
-_ON_GPU = (*_TRANSFERS, *_GPU, *GPU_BENCHES, "bench/fio.py", "bench/compare/paired.py")
+_GPU_RIG = ("bench/gpu/cases.py", "bench/gpu/rig.py", "bench/compare/paired.py")
+_GPU_COPIES = (*_TRANSFERS, *_GPU, "kernels", *_GPU_RIG)
+_ON_GPU = (*_GPU_COPIES, *GPU_BENCHES, "bench/fio.py")
 #: Make and replace pools, which ends before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 #: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
@@ -77,7 +79,15 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     ),
     "failures": ("kernels/native", "tutti", *_MAKING, "tests/native/failures.py"),
     "fuzz": ("tutti", *_MAKING, "tests/fuzz"),
-    "gpu": (*_ON_GPU, "kernels"),
+    "gpu": _GPU_COPIES,
+    "gpu-pipeline": (
+        *(*_GPU_COPIES, "bench/gpu/overlap.py", "bench/gpu/interference.py"),
+        "bench/gpu_memory.py",
+    ),
+    "gpu-probes": (
+        *(*_GPU, *_GPU_RIG, "bench/gpu/probes.py", "bench/gpu/interference.py"),
+        *("bench/controller_memory.py", _STATISTICS),
+    ),
     "kv_cache": (
         *_TRANSFERS,
         *(f"bench/yardsticks/{name}.py" for name in ("backends", "round", "run")),
@@ -244,9 +254,10 @@ def _files_now(key: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _belongs(path: str, key: str) -> bool:
-    apart = (other for other in _APART if other not in DEPENDS[key])
+    named = DEPENDS[key]
+    apart = (other for other in _APART if other not in named)
     is_apart = any(path == other or path.startswith(f"{other}/") for other in apart)
-    return not (is_apart or path.endswith(".md"))
+    return path in named or not (is_apart or path.endswith(".md"))
 
 
 @functools.cache

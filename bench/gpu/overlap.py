@@ -34,7 +34,7 @@ _HIDDEN, _MLP, _KV = 4096, 14336, 2048
 _PREFIX_TOKENS = 8192
 _PAGE_TOKENS = 64
 _LAYERS = 32
-_TIMEOUT_S = 20.0
+_TIMEOUT_S, _LOOK_S = 20.0, 0.0001
 
 
 def _torch() -> Any:
@@ -302,8 +302,9 @@ def _pipeline(
                         if loads:
                             running[-1].order(stream.cuda_stream, number)
                         layer.run()
-            rig.spin_until(lambda: all(loading.is_done() for loading in running), "a load")
-            rig.spin_until(stream.query, "the pipeline")
+            # A thread that looks without a pause keeps the one that enqueues layers waiting.
+            rig.poll_until(lambda: all(loading.is_done() for loading in running), "a load", _LOOK_S)
+            rig.poll_until(stream.query, "the pipeline", _LOOK_S)
             elapsed_s = time.perf_counter() - began_s
             for loading in running:
                 loading.finish()
