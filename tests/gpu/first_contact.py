@@ -33,6 +33,8 @@ STEPS = [
     (TESTS, "bandwidth"),
     (TESTS, "store_engines"),
     (TESTS, "device_engines"),
+    (TESTS, "torch"),
+    (TESTS, "linker"),
     (TESTS, "memcheck"),
     *((BENCH, case) for case in ("launch", "resident", "persistent", "engines", "digests")),
     *((BENCH, case) for case in ("interference", "multiprocessors", "files", "cpu-time")),

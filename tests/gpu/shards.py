@@ -2,10 +2,10 @@
 
     python tests/gpu/shards.py --out DIR
 
-Every test is a process of its own, so that one that hangs or loses its context costs no other.  A
-shard's JSON in DIR is written after every test; a test that passed is not run again, so a run that
-was cut goes on where it stopped.  The last shard repeats the kernels' tests under
-compute-sanitizer's memcheck, where that is installed.
+Every test is a process of its own, so that one that hangs or loses its context costs no other; some
+run at once.  A shard's JSON in DIR is written after every test; a test that passed is not run
+again, so a run that was cut goes on where it stopped.  The last shard repeats the kernels' tests
+under compute-sanitizer's memcheck, where that is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ SHARDS = {
 #: Of a test, and of one under a tool; waits of tests are 30 s at most.
 TEST_S, TOOL_S = 60, 150
 COLLECT_S = 60
+#: Tests at once: most of their time goes into the start of a process and its context.
+JOBS = min(8, max(1, (os.cpu_count() or 1) // 2))
 TAIL = 40
 SHOWN = 12
 
@@ -115,15 +118,19 @@ def run_shard(name: str, out: Path, until_s: float) -> bool:
     except RuntimeError as error:
         result["not_run"] = str(error)
         names = []
-    for test in names:
-        if tests.get(test, {}).get("outcome") == "passed":
-            continue
-        if time.monotonic() > until_s:
-            result["not_run"] = "there was no time left; run it again for the other tests"
-            break
-        tests[test] = run_test(test, name)
-        print(f"{tests[test]['outcome']}: {test}", flush=True)
-        write(path, result)
+    left = [test for test in names if tests.get(test, {}).get("outcome") != "passed"]
+
+    def in_time(test: str) -> dict[str, Any] | None:
+        return run_test(test, name) if time.monotonic() < until_s else None
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        for test, outcome in zip(left, pool.map(in_time, left), strict=True):
+            if outcome is None:
+                result["not_run"] = "there was no time left; run it again for the other tests"
+                continue
+            tests[test] = outcome
+            print(f"{outcome['outcome']}: {test}", flush=True)
+            write(path, result)
     outcomes = [tests.get(test, {}).get("outcome") for test in names]
     result["passed"] = "passed" in outcomes and set(outcomes) <= {"passed", "skipped"}
     if outcomes and set(outcomes) == {"skipped"}:
