@@ -127,6 +127,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
         *("bench/ttft/workloads", *_TRACES, "bench/meter.py"),
     ),
+    "sglang-gpu": (*_ON_GPU, *_TRACES, "integration/sglang", "bench/ttft"),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack": (
         *("tutti/scheduler", *_DRIVE, "bench/slack", _STATISTICS),

@@ -230,8 +230,10 @@ def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
 
     def render_table(result: dict[str, Any]) -> str:
         rows = bench.rows_of(result)
-        notes = [f"* {note}" for note in bench.notes_of(result)]
-        return "\n".join([*(_markdown(bench.HEAD, rows) if rows else []), "", *notes])
+        used = [i for i in range(len(bench.HEAD)) if any(row[i] != "" for row in rows)]
+        head = [bench.HEAD[i] for i in used]
+        lines = _markdown(head, [[row[i] for i in used] for row in rows]) if rows else []
+        return "\n".join([*lines, "", *(f"* {note}" for note in bench.notes_of(result))])
 
     return render_table
 

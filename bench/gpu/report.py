@@ -10,8 +10,9 @@ HEAD = ("row", "measured", "bar", "ratio", "noise", "beside")
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The cells of HEAD for every row that was measured."""
-    return [_cells(row) for row in result["rows"] if "not_run" not in row]
+    """The cells of HEAD for every row that was measured; the usual bar is not named."""
+    rows = [_cells(row) for row in result["rows"] if "not_run" not in row]
+    return [[name.removesuffix(", against one"), *cells] for name, *cells in rows]
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:

@@ -61,7 +61,8 @@ def test_what_hangs_is_killed_with_all_that_it_started() -> None:
 def test_every_shard_has_tests() -> None:
     for name in shards.SHARDS:
         found = shards.tests_of(name)
-        assert len(found) >= 4, found
+        is_absent = found[0].endswith("::needs_what_is_absent")  # such as PyTorch
+        assert is_absent or len(found) >= 4, found
         assert not [test for test in found if name == "memcheck" and "persistent" in test]
 
 
