@@ -116,7 +116,9 @@ def local(command: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands expect: the places, and the pool that an earlier command has made."""
+    """What the commands expect: the places, and the pools that earlier commands have made: these
+    may have run in another process.
+    """
     top = tmp_path_factory.mktemp("docs")
     for name in ("mnt/nvme/tutti/MODEL", "nvme/tutti", "mnt/a", "mnt/b", "run/user/1000"):
         (top / name).mkdir(parents=True)
@@ -126,6 +128,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace.write_text("\n".join(one.to_json() for one in generate(Synthetic(requests=9))))
     for pool in ("nvme/pool.tutti", "mnt/nvme/tutti/MODEL/kv-tp0-pp0-cp0-dp0.tutti"):
         assert main(["format", str(top / pool), "--capacity", "64MiB", "--model", "tiny"]) == 0
+    members = [str(top / member) for member in ("mnt/a/tutti", "mnt/b/tutti")]
+    assert main(["format", *members, "--capacity", "64MiB", "--model", "tiny"]) == 0
     return top
 
 
@@ -139,7 +143,8 @@ def test_a_command_of_a_page_runs(
     monkeypatch.chdir(folder)
     words = local(command, folder)
     if words[0] == "format":
-        Path(words[1]).unlink(missing_ok=True)
+        for place in filter(Path.is_file, map(Path, words)):
+            place.unlink()
     wanted = next((code for start, code in CODES.items() if command.startswith(start)), 0)
     assert main(words) == wanted
 
