@@ -53,10 +53,12 @@ _GPU_COPIES = (*_TRANSFERS, *_GPU, "kernels", *_GPU_RIG)
 _ON_GPU = (*_GPU_COPIES, *GPU_BENCHES, "bench/fio.py")
 #: Make and replace pools, which ends before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
+#: Benchmarks name their engine.
+_CHOICE = "tutti/gio_uring/gpu/engine_choice.py"
 #: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
 #: runs, a report and a demo only show results, and nothing simulated uses a file.
 _APART = (
-    *(*_MAKING, *_GPU, *GPU_BENCHES, "tutti/commands/demo.py"),
+    *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, "tutti/commands/demo.py"),
     *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
 )
 
@@ -127,7 +129,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
         *("bench/ttft/workloads", *_TRACES, "bench/meter.py"),
     ),
-    "sglang-gpu": (*_ON_GPU, *_TRACES, "integration/sglang", "bench/ttft"),
+    "sglang-gpu": (*_ON_GPU, _CHOICE, *_TRACES, "integration/sglang", "bench/ttft"),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack": (
         *("tutti/scheduler", *_DRIVE, "bench/slack", _STATISTICS),

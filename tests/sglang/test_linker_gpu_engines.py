@@ -179,8 +179,9 @@ def write_profile(folder: Path, times: dict[str, float]) -> Path:
     ("times", "chosen", "why"),
     [
         ({}, "host", "no times of engines"),
-        ({"host": 100.0, "launch": 95.0}, "host", "no engine is a tenth faster"),
-        ({"host": 100.0, "launch": 95.0, "resident": 60.0}, "resident", "the fastest"),
+        ({"host": 5421.0, "launch": 3145.0}, "host", "the drive takes"),
+        ({"host": 1e6, "launch": 0.95e6}, "host", "no engine is a tenth faster"),
+        ({"host": 1e6, "launch": 0.95e6, "resident": 0.6e6}, "resident", "the fastest"),
     ],
 )
 def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tutti.base.units import MiB
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 
@@ -14,13 +15,20 @@ AUTO, HOST = "auto", "host"
 REASON = "the program attached it"
 #: How much less than the host's time a kernel's must be: it takes multiprocessors, too.
 _GAIN = 0.9
+#: Of the load whose time by each engine a profile has.
+LOAD_NBYTES = 128 * MiB
 
 
 class EngineTimes(Protocol):
     """A profile, as far as the choice needs it."""
 
     def engine_us(self, tier: str) -> Mapping[str, float]:
-        """Time of the same load by each engine on a tier; empty where it was not measured."""
+        """Time of the same load by each engine on a tier, from a medium that moves nothing; empty
+        where it was not measured.
+        """
+
+    def read_us(self, nbytes: int) -> float:
+        """Time of a read by the drive."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ def tier_of(controller: NativeController) -> str:
 def choose_engine(
     asked: str, driver: Driver, controller: NativeController, profile: EngineTimes | None
 ) -> Choice:
-    """The engine asked for, or for "auto" the one that is fastest on this tier by the profile."""
+    """The engine asked for, or for "auto" the one that is fastest on this tier by the profile, if
+    the drive is faster than the host.
+    """
     if asked != AUTO:
         return Choice(asked, "the option gpu_engine names it")
     tier = tier_of(controller)
@@ -51,8 +61,12 @@ def choose_engine(
     usable = {} if profile is None else dict(profile.engine_us(tier))
     if driver.limits_kernels:
         usable.pop("persistent", None)
-    if HOST not in usable or len(usable) == 1:
+    if profile is None or HOST not in usable or len(usable) == 1:
         return Choice(HOST, f"tier {tier}, the profile has no times of engines for it, and {rule}")
+    drive_us = profile.read_us(LOAD_NBYTES)
+    if usable[HOST] <= drive_us:
+        why = f"the drive takes {drive_us:.0f} us for what host moves in {usable[HOST]:.0f}"
+        return Choice(HOST, f"tier {tier}, {why}, and {rule}")
     best = min(usable, key=lambda kind: usable[kind])
     times = ", ".join(f"{kind} {us:.0f} us" for kind, us in sorted(usable.items()))
     if best != HOST and usable[best] <= _GAIN * usable[HOST]:
