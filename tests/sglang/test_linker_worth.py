@@ -23,6 +23,15 @@ class SlowDrive(FlatProfile):
         return nbytes * 100.0
 
 
+def test_a_step_that_nobody_follows_to_its_end_shifts_no_later_one(tmp_path: Path) -> None:
+    with Rig(tmp_path):
+        STEPS.launched(Batch(Phase.PREFILL))
+    with Rig(tmp_path):
+        STEPS.launched(Batch(Phase.DECODE))
+        STEPS.processed()
+        assert not STEPS._steps
+
+
 def test_hits_that_compute_sooner_are_left_to_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

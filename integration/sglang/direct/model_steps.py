@@ -95,6 +95,8 @@ class StepsWatch:
             self._users.remove(dispatcher)
         if dispatcher not in self._users:
             self._followers.pop(dispatcher, None)
+        if not self._followers:  # what is still computed would shift the steps of later ones
+            self._steps.clear()
 
     def launched(self, batch: Any) -> None:
         """SGLang launches a batch."""
