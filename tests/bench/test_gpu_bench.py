@@ -42,6 +42,7 @@ from tutti.errors import ConfigError, CudaError, DeviceTimeout
 from tutti.gio_uring.gpu import device_code
 from tutti.gio_uring.gpu.device_code import KERNELS, CubinCache, Modules
 from tutti.gio_uring.gpu.device_engine import KINDS
+from tutti.gio_uring.gpu.engine_choice import LOAD_NBYTES
 
 
 @pytest.fixture
@@ -410,5 +411,6 @@ def test_parts_of_pages_lie_where_their_layers_do(machine: GpuUnderTest) -> None
 
 def test_a_profile_compares_all_engines_by_the_same_load(whole: GpuUnderTest) -> None:
     times = profile_gpu.engine_times(whole, LayerLoad(64 * KiB, 8, layers=2))
+    assert profile_gpu._LOAD.nbytes == LOAD_NBYTES, "what the choice of an engine takes it for"
     assert set(times) == {"host", *KINDS}
     assert all(us > 0 for us in times.values())

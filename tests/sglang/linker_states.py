@@ -272,6 +272,26 @@ class StatesRig:
         slots = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
         return slots.to(engine.DEVICE)
 
+    def round_trip(self) -> None:
+        """Stores six pages with the windows that end there, wipes all pools, and restores the pages
+        in other places: every byte is the same, and page 0 stays empty.
+        """
+        windows = {"swa": 2, "mamba": 1}
+        self.fill(1)
+        pools = self.linker.stored_pools.items()
+        counts = {source: windows.get(source, 6) for source in self.sources}
+        at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
+        to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
+        want = {name: self.content(name, at[pool.kv_pool.source]) for name, pool in pools}
+        keys = engine.names(6)
+        assert self.store(self.transfers(keys, at, windows))
+        self.wipe()
+        assert self.linker.lookup("r", self.transfers(keys, None, windows))[-1:] == [6]
+        assert self.restore(self.transfers(keys, to, windows))
+        for name, pool in pools:
+            assert self.content(name, to[pool.kv_pool.source]) == want[name], name
+            assert self.content(name, [0]) == [bytes(pool.kv_pool.nbytes)]
+
     def store(self, transfers: list[PoolTransfer]) -> bool:
         """Offloads, and waits until it is on the medium: what is copied out completes before."""
         assert self.linker.offload(transfers)

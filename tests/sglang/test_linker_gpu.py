@@ -100,21 +100,8 @@ def test_an_agents_pages_are_moved_by_the_engine_host_alone(
 def test_states_windows_and_packed_pools_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    windows = {"swa": 2, "mamba": 1}
     with stand_in_gpu(monkeypatch), StatesRig(tmp_path, kind) as rig:
-        rig.fill(1)
-        stored_pools = rig.linker.stored_pools
-        counts = {source: windows.get(source, 6) for source in rig.sources}
-        at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
-        to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
-        want = {name: rig.content(name, at[s.kv_pool.source]) for name, s in stored_pools.items()}
-        assert rig.store(rig.transfers(names(6), at, windows))
-        rig.wipe()
-        assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
-        assert rig.restore(rig.transfers(names(6), to, windows))
-        for name, stored_pool in stored_pools.items():
-            assert rig.content(name, to[stored_pool.kv_pool.source]) == want[name], name
-            assert rig.content(name, [0]) == [bytes(stored_pool.kv_pool.nbytes)]
+        rig.round_trip()
 
 
 def test_the_forwards_stream_waits_and_not_its_thread(

@@ -65,21 +65,9 @@ def test_pages_come_back_byte_for_byte(
 def test_states_and_windows_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
 ) -> None:
-    windows = {"swa": 2, "mamba": 1}
     kind = next(iter(POOLS))
     with stand_in_gpu(monkeypatch), StatesRig(tmp_path, kind, gpu_engine=gpu_engine) as rig:
-        rig.fill(1)
-        pools = rig.linker.stored_pools
-        counts = {source: windows.get(source, 6) for source in rig.sources}
-        at = {source: list(range(1, 1 + n)) for source, n in counts.items()}
-        to = {source: list(range(8, 8 + n)) for source, n in counts.items()}
-        want = {name: rig.content(name, at[s.kv_pool.source]) for name, s in pools.items()}
-        assert rig.store(rig.transfers(names(6), at, windows))
-        rig.wipe()
-        assert rig.linker.lookup("r", rig.transfers(names(6), None, windows))[-1:] == [6]
-        assert rig.restore(rig.transfers(names(6), to, windows))
-        for name, pool in pools.items():
-            assert rig.content(name, to[pool.kv_pool.source]) == want[name], name
+        rig.round_trip()
 
 
 @pytest.mark.parametrize("gpu_engine", KINDS)

@@ -23,7 +23,7 @@ class SlowDrive(FlatProfile):
         return nbytes * 100.0
 
 
-def test_a_step_that_nobody_follows_to_its_end_shifts_no_later_one(tmp_path: Path) -> None:
+def test_closing_in_a_step_leaves_later_steps_in_order(tmp_path: Path) -> None:
     with Rig(tmp_path):
         STEPS.launched(Batch(Phase.PREFILL))
     with Rig(tmp_path):

@@ -95,7 +95,7 @@ class StepsWatch:
             self._users.remove(dispatcher)
         if dispatcher not in self._users:
             self._followers.pop(dispatcher, None)
-        if not self._followers:  # what is still computed would shift the steps of later ones
+        if not self._followers:  # a step in progress would take the place of a later one
             self._steps.clear()
 
     def launched(self, batch: Any) -> None:
