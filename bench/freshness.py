@@ -86,6 +86,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(*_GPU_COPIES, "bench/gpu/overlap.py", "bench/gpu/interference.py"),
         "bench/gpu_memory.py",
     ),
+    "gpu-tests": ("tutti", *_GPU, _CHOICE, "kernels", "integration/sglang/direct", "tests/gpu"),
     "gpu-probes": (
         *(*_GPU, *_GPU_RIG, "bench/gpu/probes.py", "bench/gpu/interference.py"),
         *("bench/controller_memory.py", _STATISTICS),
