@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,13 @@ from tutti.bench.ttft.server_control import Control
 from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments, server_environment
-from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
+from tutti.integration.sglang.options import (
+    HICACHE,
+    LINKER,
+    LINKER_OPTIONS,
+    Option,
+    named_options,
+)
 
 _GB = 10**9  # SGLang counts host memory in them
 _UP_S = 1800.0
@@ -42,7 +48,7 @@ _POLL_S = 0.5
 @dataclass(frozen=True)
 class RecipeOptions:
     """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD;
-    more_storage: folders on further ones.
+    more_storage: folders on further ones.  tutti: further options of Tutti's, as NAME=VALUE.
     """
 
     model: str
@@ -51,6 +57,7 @@ class RecipeOptions:
     capacity_nbytes: int
     storage: Path
     more_storage: tuple[Path, ...] = ()
+    tutti: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def _nixl(options: RecipeOptions) -> Launch:
 
 def _tutti_hicache(options: RecipeOptions) -> Launch:
     arguments = server_arguments(
-        HICACHE, options.model, _tutti_options(options), page_size=options.page_size
+        HICACHE, options.model, _tutti_options(options, HICACHE), page_size=options.page_size
     )
     gigabytes = max(1, options.dram_nbytes // _GB)
     return Launch([*arguments, "--hicache-size", str(gigabytes)])
@@ -131,16 +138,17 @@ def _tutti_linker(options: RecipeOptions) -> Launch:
         server_arguments(
             LINKER,
             options.model,
-            _tutti_options(options),
+            _tutti_options(options, LINKER, LINKER_OPTIONS),
             page_size=options.page_size,
             own=LINKER_OPTIONS,
         )
     )
 
 
-def _tutti_options(options: RecipeOptions) -> dict[str, Any]:
+def _tutti_options(options: RecipeOptions, mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
     path = [str(folder) for folder in (options.storage, *options.more_storage)]
-    return {"path": path, "capacity": str(options.capacity_nbytes)}
+    sizes = {"path": path, "capacity": str(options.capacity_nbytes)}
+    return named_options(options.tutti, mode, own) | sizes
 
 
 def _lmcache(options: RecipeOptions) -> Launch:
@@ -192,6 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--info", None, "file for a description of the server", Path)
     option("--keep", False, "accept a --dir that is not empty")
     option("--print", False, "print the command only")
+    option("--option NAME=VALUE", [], "one of Tutti's options; repeat for others", action="append")
     option("--more ='ARGUMENTS'", "", "SGLang's own arguments as one text, e.g. --more='--tp 2'")
 
 
@@ -275,9 +284,12 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
                     f"{folder.name} is not empty: what is stored there would be hits of this run; "
                     "name a new folder, or say --keep"
                 )
+    if args.option and not recipe.name.startswith("tutti-"):
+        raise ConfigError(f"{recipe.name} does not take --option, which is for Tutti's systems")
     storage, *more_storage = folders or [Path()]
     options = RecipeOptions(
-        *(args.model, args.page_size, args.dram, args.capacity, storage, tuple(more_storage))
+        *(args.model, args.page_size, args.dram, args.capacity, storage, tuple(more_storage)),
+        tuple(args.option),
     )
     launch = launch_of(recipe.name, options)
     more = ["--host", args.host, "--port", str(args.port)]

@@ -239,6 +239,34 @@ def parse_options(
     return values
 
 
+def named_options(given: Sequence[str], mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
+    """NAME=VALUE pairs with the types of the table.  Raises ConfigError."""
+    kinds = {option.name: option.kind for option in option_table(mode, own)}
+    options: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {pair!r} has no value; write NAME=VALUE")
+        if name in ("path", "capacity"):
+            raise ConfigError(f"--option {pair!r}: give --{name} instead")
+        try:
+            options[name] = _typed(kinds.get(name, "str"), value)
+        except ConfigError as error:
+            raise ConfigError(f"--option {pair!r}: {error}") from error
+    return options
+
+
+def _typed(kind: str, value: str) -> Any:
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise ConfigError("write true or false")
+        return value == "true"
+    try:
+        return {"int": int, "float": float}.get(kind, str)(value)
+    except ValueError as error:
+        raise ConfigError(f"write {'a whole' if kind == 'int' else 'a'} number") from error
+
+
 def check_limits(options: Mapping[str, Any], page_size: int) -> None:
     """Raises ConfigError for a limit of less than a page, with which nothing would be loaded."""
     if 0 < options.get("max_load_tokens", 0) < page_size:

@@ -101,6 +101,18 @@ def test_tutti_takes_a_folder_on_each_of_several_drives(name: str, tmp_path: Pat
     assert json.dumps(folders) in words
 
 
+def test_tutti_takes_its_own_options(tmp_path: Path) -> None:
+    words = ["--dir", str(tmp_path / "a"), "--option", "service_threads=2"]
+    linker = printed("tutti-linker", *words, "--option", "verify=off")["command"]
+    assert '"service_threads": 2, "verify": "off"' in " ".join(linker)
+    with pytest.raises(ConfigError, match=r"unknown option 'verrify'.*'verify'"):
+        printed("tutti-linker", "--dir", str(tmp_path / "a"), "--option", "verrify=off")
+    with pytest.raises(ConfigError, match="give --capacity instead"):
+        printed("tutti-hicache", *words, "--option", "capacity=1GiB")
+    with pytest.raises(ConfigError, match="hicache-file does not take --option"):
+        printed("hicache-file", *words)
+
+
 def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
     with pytest.raises(ConfigError, match="needs --dir"):
         printed("hicache-file")

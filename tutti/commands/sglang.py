@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from tutti.arguments import nbytes, nbytes_text, positive
 from tutti.base.terminal import table
@@ -31,7 +30,7 @@ from tutti.integration.sglang.launch import (
     server_arguments,
     server_environment,
 )
-from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, Option, option_table
+from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, named_options
 from tutti.integration.sglang.rank_members import Shares, share
 from tutti.medium.superblock import SUPERBLOCK_MAGIC
 from tutti.node.connect import connect
@@ -144,7 +143,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     own = LINKER_OPTIONS if args.mode == LINKER else ()
     path = args.path[0] if len(args.path) == 1 else args.path
     options = {"path": path, "capacity": args.capacity}
-    options.update(_options(args.option, args.mode, own))
+    options.update(named_options(args.option, args.mode, own))
     arguments = server_arguments(
         args.mode, args.model, options, page_size=args.page_size, layout=args.layout, own=own
     )
@@ -272,34 +271,6 @@ def _storage(paths: list[str], capacity: int, mode: str) -> Iterator[CheckResult
     yield from _machine(folder, mode, with_drive=with_drive)
     for folder in folders:
         yield from _pools(folder)
-
-
-def _options(given: list[str], mode: str, own: tuple[Option, ...]) -> dict[str, Any]:
-    """NAME=VALUE pairs with the types of the table.  Raises ConfigError."""
-    kinds = {option.name: option.kind for option in option_table(mode, own)}
-    options: dict[str, Any] = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--option {pair!r} has no value; write NAME=VALUE")
-        if name in ("path", "capacity"):
-            raise ConfigError(f"--option {pair!r}: give --{name} instead")
-        try:
-            options[name] = _typed(kinds.get(name, "str"), value)
-        except ConfigError as error:
-            raise ConfigError(f"--option {pair!r}: {error}") from error
-    return options
-
-
-def _typed(kind: str, value: str) -> Any:
-    if kind == "bool":
-        if value not in ("true", "false"):
-            raise ConfigError("write true or false")
-        return value == "true"
-    try:
-        return {"int": int, "float": float}.get(kind, str)(value)
-    except ValueError as error:
-        raise ConfigError(f"write {'a whole' if kind == 'int' else 'a'} number") from error
 
 
 def _check(arguments: list[str]) -> tuple[bool, str]:

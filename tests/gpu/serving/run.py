@@ -114,7 +114,8 @@ class Trial:
         words = [*(EVERYWHERE + (ON_CPU if args.cpu else ON_GPU)).split(), *shlex.split(args.more)]
         sizes = (GpuServer.page_tokens, args.dram, args.capacity)
         for system in args.systems:
-            options = RecipeOptions(str(model), *sizes, self._pools / system)
+            folder, tutti = self._pools / system, tuple(args.option)
+            options = RecipeOptions(str(model), *sizes, folder, tutti=tutti)
             self.fleet.servers.append(GpuServer(system, options, words, args.out))
         servers = {server.system: server.facts for server in self.fleet.servers}
         self.result["servers"] = servers
@@ -181,6 +182,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     option("--requests", type=int, default=24, help="of the trace")
     option("--dram", type=nbytes, default="20GB", help="host memory of each HiCache")
     option("--capacity", type=nbytes, default="19GiB", help="of each storage")
+    option("--option", action="append", default=[], help="of Tutti's, NAME=VALUE; repeat it")
     option(
         "--more", default="", help="SGLang's own arguments, e.g. --more='--max-total-tokens 99968'"
     )
