@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tutti.base.arrays import U64
-from tutti.gio_uring.gpu.driver import Arguments, SmResource
+from tutti.gio_uring.gpu.calls import Arguments
+from tutti.gio_uring.gpu.driver import SmResource
 from tutti.gio_uring.memory import HostBuffer
 
 _WORD_NBYTES = 8  # of a handle, an address or a number in a call
@@ -40,7 +41,7 @@ class CountingDriver:
         self._handles += 1
         return self._handles
 
-    def bound(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def create_stream(self, priority: int = 0) -> int:

@@ -45,7 +45,10 @@ _RING_SOAK = (
     *(f"tests/native/{n}" for n in ("fiber.h", "programs.py")),
     "tests/soak/rings.py",
 )
-_GPU = ("tutti/gio_uring/gpu", "kernels/device")
+_GPU = (
+    *("tutti/gio_uring/gpu", "kernels/device"),
+    *("kernels/native/cuda_calls.cpp", "kernels/native/cuda_calls.h"),
+)
 #: Imported by what can measure a GPU, too; without one none of it runs.
 GPU_BENCHES = ("bench/gpu", "bench/gpu_memory.py")
 _GPU_RIG = ("bench/gpu/cases.py", "bench/gpu/rig.py", "bench/compare/paired.py")
@@ -55,10 +58,12 @@ _ON_GPU = (*_GPU_COPIES, *GPU_BENCHES, "bench/fio.py")
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 #: Benchmarks name their engine.
 _CHOICE = "tutti/gio_uring/gpu/engine_choice.py"
+#: Makes command lines of servers: nothing simulated starts one, nor does what happens at random.
+_LAUNCHES = ("tutti/commands/sglang.py", "bench/ttft/recipes.py")
 #: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
 #: runs, a report and a demo only show results, and nothing simulated uses a file.
 _APART = (
-    *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, "tutti/commands/demo.py"),
+    *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, *_LAUNCHES, "tutti/commands/demo.py"),
     *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
 )
 
@@ -130,7 +135,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
         *("bench/ttft/workloads", *_TRACES, "bench/meter.py"),
     ),
-    "sglang-gpu": (*_ON_GPU, _CHOICE, *_TRACES, "integration/sglang", "bench/ttft"),
+    "sglang-gpu": (
+        *(*_ON_GPU, _CHOICE, *_TRACES, "integration/sglang", "bench/ttft"),
+        "bench/ttft/recipes.py",
+    ),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
     "slack": (
         *("tutti/scheduler", *_DRIVE, "bench/slack", _STATISTICS),

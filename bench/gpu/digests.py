@@ -112,8 +112,8 @@ class _Hashed:
     def gb_per_s(self) -> float:
         """Speed of some passes over all layers."""
         began_s = time.perf_counter()
-        with self._driver.bound():
-            for _ in range(self._passes):
+        for _ in range(self._passes):
+            with self._driver.together():
                 for layer in range(self._load.layers):
                     launch_layer(
                         self._driver, self._function, self._batch, layer, self._stream, self._blocks

@@ -324,8 +324,8 @@ class PlainCopies:
         nbytes = count * self._pages.load.nbytes
 
         def run() -> None:
-            with self._driver.bound():  # as the engine's calls are
-                for _ in range(count):
+            for _ in range(count):
+                with self._driver.together():  # as the engine's calls are
                     work(direction == "load")
             spin_until(lambda: self._driver.is_stream_done(self._stream), "a copy")
 

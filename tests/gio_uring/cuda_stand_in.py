@@ -18,15 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from gio_uring.enqueuing import Enqueuing, enqueues
 
 from tutti.base.arrays import U64
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu.driver import Arguments, SmResource
+from tutti.gio_uring.gpu.calls import Arguments
+from tutti.gio_uring.gpu.driver import SmResource
 
 PINNED_MARK = 1 << 56
 DEVICE_MARK = 1 << 57
@@ -113,6 +115,7 @@ class StandInDriver:
         self._next = 1
         self._lock = threading.RLock()
         self._stop = False
+        self.enqueuing = Enqueuing()
         self._threads: list[threading.Thread] = []
         self._shared = deque(self._add_queue() for _ in range(queues))  # the next stream's first
         self._default = self.create_stream()
@@ -239,8 +242,8 @@ class StandInDriver:
     def limits_kernels(self) -> bool:
         return self._watchdog_s > 0
 
-    def bound(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def together(self) -> AbstractContextManager[None]:
+        return self.enqueuing.together()
 
     def create_stream(self, priority: int = 0) -> int:
         self._called("cuStreamCreateWithPriority")
@@ -262,6 +265,7 @@ class StandInDriver:
         self._called("cuStreamQuery")
         return self._is_past(self._streams[stream or self._default])
 
+    @enqueues
     def wait_value(self, stream: int, address: int, value: int) -> None:
         self._called("cuStreamWaitValue32")
         assert self._is_devices(address), "a device address"
@@ -269,6 +273,7 @@ class StandInDriver:
         word = ctypes.c_int32.from_address(host)
         self._put(stream, _Work(lambda: word.value - value >= 0, host))
 
+    @enqueues
     def write_value(self, stream: int, address: int, value: int) -> None:
         self._called("cuStreamWriteValue32")
         assert self._is_devices(address), "a device address"
@@ -280,10 +285,12 @@ class StandInDriver:
 
         self._put(stream, _Work(write))
 
+    @enqueues
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._called("cuMemcpyAsync")
         self._copies([(target, source, nbytes)], stream)
 
+    @enqueues
     def copy_batch(
         self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
     ) -> None:
@@ -306,6 +313,7 @@ class StandInDriver:
 
         self._put(stream, _Work(move))
 
+    @enqueues
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
         self._called("cuMemsetD8Async")
         plain = self.host(target, nbytes)
@@ -326,11 +334,13 @@ class StandInDriver:
         self._called("cuEventDestroy")
         del self._events[event]
 
+    @enqueues
     def record_event(self, event: int, stream: int) -> None:
         self._called("cuEventRecord")
         assert event in self._events
         self._events[event] = self._put(stream, _Work(lambda: True))
 
+    @enqueues
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._called("cuStreamWaitEvent")
         place = self._events[event]  # the record that counts is the one before this call
@@ -388,6 +398,7 @@ class StandInDriver:
         self._functions[handle] = name
         return handle
 
+    @enqueues
     def launch(
         self, function: int, grid: int, block: int, arguments: Arguments, stream: int
     ) -> None:

@@ -14,7 +14,7 @@ from gpu.device_memory import Allocation
 from waiting import wait_until
 
 from tutti.errors import CudaError
-from tutti.gio_uring.gpu import driver as gpu_driver
+from tutti.gio_uring.gpu.calls import BATCH_MAX
 from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_code import KERNELS, Modules
 from tutti.gio_uring.gpu.driver import CudaDriver
@@ -82,7 +82,7 @@ def test_bytes_are_filled_and_copied(
     driver.free(there)
 
 
-@pytest.mark.parametrize("count", [1, 7, gpu_driver.BATCH_MAX + 1])
+@pytest.mark.parametrize("count", [1, 7, BATCH_MAX + 1])
 def test_a_batch_scatters_what_it_is_given(
     driver: CudaDriver, stream: int, memory: Allocation, rng: np.random.Generator, count: int
 ) -> None:
@@ -178,9 +178,7 @@ def test_calls_work_on_every_thread_and_leave_its_context(
     found: list[object] = []
 
     def run() -> None:
-        with driver.bound(), driver.bound():
-            driver.fill(memory.address, 9, NBYTES, stream)
-            found.append(int(driver._raw("cuCtxGetCurrent")))
+        driver.fill(memory.address, 9, NBYTES, stream)
         driver.copy_batch(
             *np.array([[memory.address], [memory.address + 8], [8]], np.uint64), stream
         )
@@ -190,9 +188,8 @@ def test_calls_work_on_every_thread_and_leave_its_context(
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(30)
-    assert len(found) == 3
-    assert found[0] == driver._context
-    assert found[2] == 0, "a thread that had no context has none again"
+    assert len(found) == 2
+    assert found[1] == 0, "a thread that had no context has none again"
     assert done(driver, stream)
     assert (memory.read() == 9).all()
 

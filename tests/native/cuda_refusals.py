@@ -6,7 +6,6 @@ its code, or 0.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 
@@ -25,24 +24,19 @@ def code_of(call: Callable[[], object]) -> int:
     return 0
 
 
-def attributes(driver: CudaDriver, order: int, first: int) -> Callable[[], int]:
+def attributes(driver: CudaDriver, order: int) -> Callable[[], None]:
     """A batch of one copy with attributes that are wrong, past what CudaDriver would pass."""
-    cuda = driver._cuda
-    made = cuda.CUmemcpyAttributes()
-    if order:
-        made.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
     place = driver.allocate(64)
-    one = [(ctypes.c_uint64 * 1)(value) for value in (place, place + 32, 8)]
-    firsts = (ctypes.c_size_t * 1)(first)
+    one = [np.array([value], np.uint64) for value in (place, place + 32, 8)]
     stream = driver.create_stream()
 
-    def call() -> int:
-        with driver.bound():
-            code = driver._copy_batch(
-                *map(ctypes.addressof, one), 1, made.getPtr(), ctypes.addressof(firsts), 1, stream
-            )
-        driver._check("cuMemcpyBatchAsync", code)
-        return int(code)
+    def call() -> None:
+        given = driver._attributes[False]
+        right, given.srcAccessOrder = given.srcAccessOrder, order
+        try:
+            driver.copy_batch(one[0], one[1], one[2], stream)
+        finally:
+            given.srcAccessOrder = right
 
     return call
 
@@ -74,13 +68,13 @@ def memory(driver: CudaDriver) -> dict[str, Callable[[], object]]:
     rows = np.array([[place], [host.address], [4096]], np.uint64)
     driver.copy_batch(*rows, stream)
     beyond = rows + np.array([[0], [4096], [0]], np.uint64)
-    wrong = [attributes(driver, order, first) for order, first in ((0, 0), (1, 1), (1, 0))]
     registers = host.address + 4096
 
     def touched() -> None:
         host.array[4096] = 1
         driver.register_io(registers, 4096)
 
+    wrong = [attributes(driver, order) for order in (0, 1)]
     freed = driver.allocate(64)  # the last, as its place may be taken again
     driver.free(freed)
     return {
@@ -96,8 +90,7 @@ def memory(driver: CudaDriver) -> dict[str, Callable[[], object]]:
         "memory of another device, mapped": touched,
         "and mapped twice": lambda: driver.register_io(registers, 4096),
         "no order of sources": wrong[0],
-        "attributes that begin late": wrong[1],
-        "attributes as they should be": wrong[2],
+        "attributes as they should be": wrong[1],
         "a device that there is not": lambda: CudaDriver(7),
     }
 
@@ -122,7 +115,7 @@ def outside(driver: CudaDriver) -> dict[str, Callable[[], object]]:
 
 
 def closed(driver: CudaDriver) -> dict[str, Callable[[], object]]:
-    stream, context = driver.create_stream(), driver._context
+    stream, context = driver.create_stream(), driver.context
     driver.close()
 
     def late() -> None:

@@ -43,7 +43,6 @@ REFUSALS = """
 0 memory of another device, mapped
 712 and mapped twice
 1 no order of sources
-1 attributes that begin late
 0 attributes as they should be
 101 a device that there is not
 201 a call without a context

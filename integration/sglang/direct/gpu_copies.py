@@ -293,7 +293,7 @@ class Gpu:
         if len(to) and self.driver.has_copy_batch:
             self.driver.copy_batch(there, here, nbytes, stream, is_local=is_local)
             return False
-        with self.driver.bound():
+        with self.driver.together():
             for target, source, n in zip(there, here, nbytes, strict=True):
                 self.driver.copy(int(target), int(source), int(n), stream)
         return False

@@ -238,7 +238,7 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
         assert second.wait_settled(10)
 
 
-@pytest.mark.parametrize("lost", ["bound", "is_event_done"])
+@pytest.mark.parametrize("lost", ["together", "is_event_done"])
 def test_loads_end_when_the_context_is_lost(
     seed: int, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -252,7 +252,7 @@ def test_loads_end_when_the_context_is_lost(
 
         def fail(*arguments: Any) -> Any:
             is_feeder = threading.current_thread().name == "tutti-feed"
-            if not (is_feeder if lost == "bound" else begun.is_set()):
+            if not (is_feeder if lost == "together" else begun.is_set()):
                 return call(*arguments)
             raise CudaError(f"{lost}: a test said so", call=lost, code=719)
 

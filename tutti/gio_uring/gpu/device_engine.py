@@ -285,23 +285,25 @@ class DeviceEngine(Owned):
         stream_queue, work, launcher = self.stream_queue, job.work, self._launcher
         batch, layers = work.batch, work.layers
         events = job.acquire_events()
-        with stream_queue.lock, stream_queue.driver.bound():
+        driver, stream = stream_queue.driver, stream_queue.stream
+        with stream_queue.lock:
             self._check()  # a job before it may have failed meanwhile
             launcher.wake(layers, work.timeout_s)
-            batch.upload(stream_queue.stream)
+            batch.upload(stream)
             self.begun(job)
-            launcher.begin(work)
-            for layer in range(layers):
-                launcher.put_layer(work, layer)
-                stream_queue.layers += 1
-                if layer + 1 < layers:
-                    stream_queue.driver.record_event(events[layer], stream_queue.stream)
-            batch.download_outcome(stream_queue.driver, stream_queue.stream)
-            if work.computed is not None:
-                batch.download_digests(stream_queue.driver, stream_queue.stream)
-            stream_queue.driver.write_value(stream_queue.stream, work.staged.device_words, 1)
-            # With the last layer comes what became of all: who waited for it knows.
-            stream_queue.driver.record_event(events[-1], stream_queue.stream)
+            with driver.together():
+                launcher.begin(work)
+                for layer in range(layers):
+                    launcher.put_layer(work, layer)
+                    if layer + 1 < layers:
+                        driver.record_event(events[layer], stream)
+                batch.download_outcome(driver, stream)
+                if work.computed is not None:
+                    batch.download_digests(driver, stream)
+                driver.write_value(stream, work.staged.device_words, 1)
+                # With the last layer comes what became of all: who waited for it knows.
+                driver.record_event(events[-1], stream)
+            stream_queue.layers += layers
             with self._lock:  # in the stream's order
                 self._jobs.append(job)
                 self._changed.notify_all()

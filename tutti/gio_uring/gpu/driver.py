@@ -9,39 +9,23 @@ Names and meanings: CUDA Driver API reference manual, 13.0.
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from tutti.base.arrays import U64
 from tutti.base.numa import PCI_DEVICES, node_of
-from tutti.base.process import Owned
 from tutti.errors import CudaError, Unsupported
+from tutti.gio_uring.gpu.calls import Arguments, CudaCalls
 
-#: Of a kernel: values and their ctypes.
-Arguments = Sequence[tuple[int, Any]]
-
-#: The driver of CUDA 13.0: `cuMemcpyBatchAsync` has the form that is used here since then.
-_BATCH_VERSION = 13000
-#: Copies of one call: a driver 580 crashed and hung with 51,828 (vllm-project/vllm#49276).
-BATCH_MAX = 4096
 _ALREADY_REGISTERED = 712
-_NOT_READY = 600
 _PCI_NBYTES = 32  # of "0000:65:00.0", with its end
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _REGISTER_IO = 4  # CU_MEMHOSTREGISTER_IOMEMORY
 _OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-_WAIT_GEQ = 0
-_WRITE_DEFAULT = 0
-_SOURCE_IN_STREAM_ORDER = 1
-_PREFER_OVERLAP = 1
 
 _WHAT_TO_DO = {
     2: "free GPU memory or make staging smaller",
@@ -84,8 +68,13 @@ class Driver(Protocol):
     def limits_kernels(self) -> bool:
         """Whether the driver ends kernels that run for seconds, as on a GPU with a display."""
 
-    def bound(self) -> AbstractContextManager[None]:
-        """Many calls follow on this thread: what each would prepare is prepared once."""
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread's calls put on streams within it, they put there at its end: in their
+        order, and in one native call.  Other calls are made at once.
+
+        After an error, which it raises, nothing that follows in this order was put there; after
+        one of the block itself, nothing at all.
+        """
 
     def create_stream(self, priority: int = 0) -> int:
         """A new stream; a lower priority goes first."""
@@ -180,13 +169,7 @@ class Driver(Protocol):
         """Destroys a green context, whose streams are destroyed already."""
 
 
-class _Thread(threading.local):
-    """What a thread knows of its own calls."""
-
-    is_bound = False
-
-
-class CudaDriver(Owned):
+class CudaDriver(CudaCalls):
     """NVIDIA's driver.
 
     Raises Unsupported when cuda-bindings or the driver is not installed, CudaError when the device
@@ -203,55 +186,23 @@ class CudaDriver(Owned):
             ) from error
         self._cuda: Any = driver
         self.device = device
-        self._thread = _Thread()
         self._own_captures = driver.CUstreamCaptureMode(_OWN_CAPTURES)
-        self._context = 0  # the first calls run without one
+        self.context = 0  # the first calls run without one
         self._call("cuInit", 0)
         self._handle = self._call("cuDeviceGet", device)
-        self._context = int(self._call("cuDevicePrimaryCtxRetain", self._handle))
-        self._copy_batch = self._find_copy_batch()
+        super().__init__(self._find, int(self._call("cuDriverGetVersion")), self._check)
+        self.context = int(self._call("cuDevicePrimaryCtxRetain", self._handle))
         address = _decode(self._call("cuDeviceGetPCIBusId", _PCI_NBYTES, self._handle))
         self.numa_node = node_of(PCI_DEVICES / address.rstrip("\0").lower())
-        self._attributes = {local: self._attributes_of(local) for local in (False, True)}
-        self._first = (ctypes.c_size_t * 1)(0)
 
-    def _attributes_of(self, is_local: bool) -> Any:
-        attributes = self._cuda.CUmemcpyAttributes()
-        attributes.srcAccessOrder = self._cuda.CUmemcpySrcAccessOrder(_SOURCE_IN_STREAM_ORDER)
-        attributes.flags = 0 if is_local else _PREFER_OVERLAP
-        return attributes
-
-    def _find_copy_batch(self) -> Any:
-        """The function itself: cuda-bindings would turn every address into an object first."""
-        if int(self._call("cuDriverGetVersion")) < _BATCH_VERSION:
-            return None
-        found = self._call("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
-        if not int(found[0] or 0):
-            return None
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer
-        )
-        return prototype(int(found[0]))
+    def _find(self, name: str, version: int) -> int:
+        found = self._call("cuGetProcAddress", name.encode(), version, 0)
+        return int(found[0] or 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """One call in the device's context: None, its result, or a tuple of several."""
-        if self._thread.is_bound:
-            return self._raw(name, *arguments)
         with self._current():
             return self._raw(name, *arguments)
-
-    @contextmanager
-    def bound(self) -> Iterator[None]:
-        if self._thread.is_bound:
-            yield
-            return
-        with self._current():
-            try:
-                self._thread.is_bound = True
-                yield
-            finally:
-                self._thread.is_bound = False
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -260,12 +211,12 @@ class CudaDriver(Owned):
         A graph that another thread captures is none of this one's: a query would end its capture
         (pytorch/pytorch#104487).
         """
-        if self._thread.is_bound or not self._context:
+        if not self.context:
             yield
             return
-        foreign = int(self._raw("cuCtxGetCurrent")) != self._context
+        foreign = int(self._raw("cuCtxGetCurrent")) != self.context
         if foreign:
-            self._raw("cuCtxPushCurrent", self._context)
+            self._raw("cuCtxPushCurrent", self.context)
         try:
             code, former = self._answer("cuThreadExchangeStreamCaptureMode", self._own_captures)
             try:
@@ -336,70 +287,17 @@ class CudaDriver(Owned):
         number = int(self._call("cuDriverGetVersion"))
         return f"{number // 1000}.{number % 1000 // 10}"
 
-    @property
-    def has_copy_batch(self) -> bool:
-        return self._copy_batch is not None
-
     def create_stream(self, priority: int = 0) -> int:
         return int(self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy", stream)
 
-    def is_stream_done(self, stream: int) -> bool:
-        return self._is_done("cuStreamQuery", stream)
-
-    def _is_done(self, name: str, handle: int) -> bool:
-        with self._current():
-            (code,) = self._answer(name, handle)
-        if code == _NOT_READY:
-            return False
-        self._check(name, code)
-        return True
-
-    def wait_value(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32", stream, address, value, _WAIT_GEQ)
-
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWriteValue32", stream, address, value, _WRITE_DEFAULT)
-
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemcpyAsync", target, source, nbytes, stream)
-
-    def copy_batch(
-        self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
-    ) -> None:
-        assert targets.size == sources.size == nbytes.size, "three columns of one table"
-        columns = [np.ascontiguousarray(c, np.uint64) for c in (targets, sources, nbytes)]
-        with self._current():
-            for start in range(0, targets.size, BATCH_MAX):
-                code = self._copy_batch(
-                    *(c.ctypes.data + start * c.itemsize for c in columns),
-                    min(BATCH_MAX, targets.size - start),
-                    self._attributes[is_local].getPtr(),
-                    ctypes.addressof(self._first),
-                    1,
-                    stream,
-                )
-                self._check("cuMemcpyBatchAsync", int(code))
-
-    def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemsetD8Async", target, value, nbytes, stream)
-
     def create_event(self) -> int:
         return int(self._call("cuEventCreate", _DISABLE_TIMING))
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy", event)
-
-    def record_event(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
-
-    def is_event_done(self, event: int) -> bool:
-        return self._is_done("cuEventQuery", event)
 
     def register_host(self, address: int, nbytes: int) -> bool:
         try:
@@ -438,15 +336,6 @@ class CudaDriver(Owned):
         self._call("cuFuncLoad", function)
         return int(function)
 
-    def launch(
-        self, function: int, grid: int, block: int, arguments: Arguments, stream: int
-    ) -> None:
-        values = tuple(value for value, _ in arguments)
-        types = tuple(kind for _, kind in arguments)
-        self._call(
-            "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, (values, types), 0
-        )
-
     def _sms(self) -> Any:
         kind = self._cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         return self._call("cuDeviceGetDevResource", self._handle, kind)
@@ -479,7 +368,7 @@ class CudaDriver(Owned):
 
     def close(self) -> None:
         """Releases the primary context; a second call does nothing."""
-        context, self._context = self._context, 0
+        context, self.context = self.context, 0
         if context:
             self._raw("cuDevicePrimaryCtxRelease", self._handle)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -138,27 +139,45 @@ class MovedJob(Owned):
         self._stream_queue.events.acquire(self.layers + self._route.has_tables, self._events)
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
-    def put_next(self) -> bool:
-        """Puts one layer on the stream, or all; whether nothing is left to put."""
-        is_whole = self.overlap is Overlap.CROSS
+    def put_next(self, parts: int) -> bool:
+        """Puts layers on the stream, so many of them or fewer, or all; whether none is left."""
         try:
             if self._stream_queue.failure is not None:
                 raise self._stream_queue.failure
             if self._sealed:
                 return True
             self._started = True
-            if is_whole:
-                self._put_whole()
+            if self.overlap is Overlap.CROSS:
+                end = self.layers
+                with self._stream_queue.driver.together():
+                    self._put_whole()
             else:
-                self._put_layer(self._enqueued)
+                end = self._enqueued + max(1, min(parts, self._room()))
+                with self._stream_queue.driver.together():
+                    for layer in range(self._enqueued, end):
+                        self._put_layer(layer)
         except TuttiError as error:
             self._fail(error)
             return True
+        self._stream_queue.layers += end - self._enqueued
         with self._changed:
-            self._enqueued = self.layers if is_whole else self._enqueued + 1
-            self._sealed = self._sealed or self._enqueued == self.layers
+            self._enqueued = end
+            self._sealed = self._sealed or end == self.layers
             self._changed.notify_all()
         return self._sealed
+
+    def _room(self) -> int:
+        """Layers that may be put without another look; see `is_far_ahead`."""
+        left = self.layers - self._enqueued
+        if self._route.is_read:
+            return min(left, CALLS_MAX // self._route.calls + 1 - self._enqueued)
+        return sum(1 for _ in takewhile(self._has_place, range(self._enqueued, self.layers)))
+
+    def _has_place(self, layer: int) -> bool:
+        """Whether the place of a layer of a write is not being written to the medium any more."""
+        chunk = self._route.cells.chunks[0]
+        former = layer - chunk.window
+        return former < 0 or bool(chunk.words.is_ready(former))
 
     def is_far_ahead(self) -> bool:
         """Whether the stream holds more calls of this transfer than it should; for a write,
@@ -167,9 +186,7 @@ class MovedJob(Owned):
         if self._sealed or self._enqueued == self.layers:
             return False
         if not self._route.is_read:
-            chunk = self._route.cells.chunks[0]
-            former = self._enqueued - chunk.window
-            return former >= 0 and not chunk.words.is_ready(former)
+            return not self._has_place(self._enqueued)
         behind = self._enqueued - CALLS_MAX // self._route.calls
         try:
             return behind > 0 and not self._is_moved(behind)
@@ -204,7 +221,6 @@ class MovedJob(Owned):
             self._put_digests(layer, stream)
             self._put_outcome(layer, stream)
         driver.record_event(self._events[layer], stream)
-        queue.layers += 1
 
     def _put_whole(self) -> None:
         """Puts all layers of a read on the first stream, in one batch of copies.
@@ -230,7 +246,6 @@ class MovedJob(Owned):
         driver.record_event(end, stream)
         for other in queue.streams[1:]:
             driver.stream_wait_event(other, end)
-        queue.layers += self.layers
 
     def _event_of(self, layers: int) -> int:
         """Happens when so many layers are in their places."""

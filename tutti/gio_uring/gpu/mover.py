@@ -16,7 +16,8 @@ import numpy.typing as npt
 from tutti.base.arrays import U32, U64
 from tutti.base.units import KiB
 from tutti.errors import Unsupported
-from tutti.gio_uring.gpu.driver import BATCH_MAX, Driver
+from tutti.gio_uring.gpu.calls import BATCH_MAX
+from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
 

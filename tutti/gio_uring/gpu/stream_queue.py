@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,8 +140,10 @@ class Cells:
 class Feed(Protocol):
     """What goes on the stream in turn."""
 
-    def put_next(self) -> bool:
-        """Puts its next part on the stream, under the queue's lock; whether nothing is left."""
+    def put_next(self, parts: int) -> bool:
+        """Puts its next parts on the stream, so many at most and one at least, under the queue's
+        lock; whether nothing is left.
+        """
 
     def is_far_ahead(self) -> bool:
         """Whether so much is behind a wait that the next part has to wait, too."""
@@ -153,9 +155,10 @@ class _Follow:
     def __init__(self, queue: StreamQueue, event: int) -> None:
         self._queue, self._event = queue, event
 
-    def put_next(self) -> bool:
-        for stream in self._queue.streams if self._queue.failure is None else ():
-            self._queue.driver.stream_wait_event(stream, self._event)
+    def put_next(self, parts: int) -> bool:
+        with self._queue.driver.together():
+            for stream in self._queue.streams if self._queue.failure is None else ():
+                self._queue.driver.stream_wait_event(stream, self._event)
         self._queue.events.release([self._event])
         return True
 
@@ -224,19 +227,16 @@ class StreamQueue(Owned):
             self.driver.record_event(events[0], stream)
             self._feed(_Follow(self, events[0]), 1)
 
-    def feed(self, transfer: Feed, steps: int) -> None:
+    def feed(self, transfer: Feed, parts: int) -> None:
         """Puts so many parts of a transfer on the stream, unless others wait; the rest later."""
-        with self.lock, self.driver.bound():
-            self._feed(transfer, steps)
+        with self.lock:
+            self._feed(transfer, parts)
 
-    def _feed(self, part: Feed, steps: int) -> None:
-        if not self._feeds:
-            for _ in range(steps):
-                if part.is_far_ahead():
-                    break
-                if part.put_next():
-                    return
-        self._feeds.append(part)
+    def _feed(self, transfer: Feed, parts: int) -> None:
+        is_next = parts and not self._feeds and not transfer.is_far_ahead()
+        if is_next and transfer.put_next(parts):
+            return
+        self._feeds.append(transfer)
         self._start()
 
     def watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
@@ -272,16 +272,15 @@ class StreamQueue(Owned):
                 time.sleep(_LOOK_MOST_S)
 
     def _step(self, first: Feed) -> bool:
-        """Puts the next part of the first on the stream; whether that has to wait.
+        """Puts the next parts of the first on the stream; whether they have to wait.
 
         After a failure it goes on there no more, and its waiters get the error.
         """
         is_lost = is_over = self.failure is not None
         try:
-            with nullcontext() if is_lost else self.driver.bound():
-                if not is_lost and first.is_far_ahead():
-                    return True
-                is_over = first.put_next()
+            if not is_lost and first.is_far_ahead():
+                return True
+            is_over = first.put_next(CALLS_MAX)
         except TuttiError as error:
             _log.exception("the streams are lost, or one could not be ordered behind another")
             self.failure = error
