@@ -23,7 +23,8 @@ from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, PoolClosed, Tut
 from tutti.integration.sglang.adapter import check_version, load_page_hashes, served_model
 from tutti.integration.sglang.direct import adapter
 from tutti.integration.sglang.direct.admission import admission_for
-from tutti.integration.sglang.direct.backlog import Backlog, Chains, OffloadPart, admitted
+from tutti.integration.sglang.direct.backlog import Backlog, OffloadPart, admitted
+from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.control_requests import LINKERS
 from tutti.integration.sglang.direct.gpu_copies import open_gpu
 from tutti.integration.sglang.direct.kv_pools import kv_pool_group

@@ -19,7 +19,7 @@ from tutti.integration.sglang.direct.admission import (
     admission_for,
     break_even,
 )
-from tutti.integration.sglang.direct.backlog import Chains
+from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.lookups import Window, restorable
 from tutti.integration.sglang.direct.model_steps import StepsWatch
 from tutti.scheduler.dispatcher import Schedule

@@ -37,7 +37,8 @@ from tutti.errors import ConfigError, DeviceTimeout, ProfileError
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import backlog as backlog_module
 from tutti.integration.sglang.direct import model_steps as steps_module
-from tutti.integration.sglang.direct.backlog import Backlog, Chains
+from tutti.integration.sglang.direct.backlog import Backlog
+from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.server_log import ErrorLog

@@ -10,13 +10,12 @@ import itertools
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tutti.base.arrays import Keys
@@ -24,6 +23,7 @@ from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.errors import ConfigError, CudaError, DeviceTimeout, TuttiError
+from tutti.integration.sglang.direct.chains import Chains
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.staging_copy import Fence
@@ -42,47 +42,6 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.state import Issue
 from tutti.transfers.tickets import Outcome, PutTicket
-
-_CHAINS = 512
-
-
-class Chains:
-    """The page chains of recent look-ups.  Thread-safe; bounded."""
-
-    def __init__(self, chains_max: int = _CHAINS) -> None:
-        self._max = chains_max
-        self._lock = threading.Lock()
-        self._chains: OrderedDict[bytes, npt.NDArray[np.uint64]] = OrderedDict()
-
-    def seen(self, keys: Keys) -> None:
-        """Keys (n, 16) that follow one another, as a look-up named them."""
-        if len(keys) < 2:
-            return
-        words = keys.view(np.uint64).reshape(-1, 2)
-        name = keys[0].tobytes()
-        with self._lock:
-            known = self._chains.get(name)
-            if known is None or len(known) <= len(words):
-                self._chains[name] = words
-            self._chains.move_to_end(name)
-            while len(self._chains) > self._max:
-                self._chains.popitem(last=False)
-
-    def before(self, key: bytes) -> tuple[bytes | None, int]:
-        """The predecessor of a page and how many pages are known to precede it; (None, 0) for none.
-
-        O(pages of the chains): for a thread that may take its time.
-        """
-        word = np.frombuffer(key, np.uint64)
-        with self._lock:
-            chains = list(self._chains.values())
-        for words in reversed(chains):
-            rows = np.flatnonzero(words[1:, 0] == word[0]) + 1
-            for row in rows.tolist():
-                if words[row, 1] == word[1]:
-                    return words[row - 1].tobytes(), row
-        return None, 0
-
 
 _IDLE_S = 60.0
 _POLL_S = 0.05
