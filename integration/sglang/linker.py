@@ -274,9 +274,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             return True
         if self._events is not None and (keys := self._keys(adapter.kv_of(transfers))) is not None:
             self._events.offered(adapter.kv_names(transfers), keys)
-        taken = admitted([OffloadPart(*part) for part in parts], self._second_touches)
-        whole = sum(part.pages for part in taken) == sum(len(keys) for _, keys, _ in parts)
-        self.backlog.add(taken, self._fence(), whole=whole)
+        taken, declined = admitted([OffloadPart(*part) for part in parts], self._second_touches)
+        self.backlog.add(taken, self._fence(), whole=not declined)
         for part in taken:
             self._maintenance[part.stored_pool.name].remember(part.keys)
         self.metrics.level("backlog_pages", self.backlog.locked)

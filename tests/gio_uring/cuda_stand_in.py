@@ -71,6 +71,7 @@ class _Queue:
 class StandInDriver:
     """The calls of `Driver`.
 
+    entered: calls into the driver, with those that are made together as one.
     fail: {name of a call: which one from now fails}.  violations: what the product must never do.
     watchdog_s: kernels that stay longer lose the context, as on a GPU with a display.  kernels:
     what `launch` runs, by name, given the arguments.  staying: the same for kernels that stay; what
@@ -115,7 +116,7 @@ class StandInDriver:
         self._next = 1
         self._lock = threading.RLock()
         self._stop = False
-        self.enqueuing = Enqueuing()
+        self.enqueuing, self.entered = Enqueuing(self._entered), 0
         self._threads: list[threading.Thread] = []
         self._shared = deque(self._add_queue() for _ in range(queues))  # the next stream's first
         self._default = self.create_stream()
@@ -146,6 +147,10 @@ class StandInDriver:
                     queue.changed.notify_all()
             else:
                 time.sleep(0.0001)
+
+    def _entered(self) -> None:
+        with self._lock:
+            self.entered += 1
 
     def _called(self, name: str) -> None:
         """Counts, fails on demand, checks the rules, and waits where a driver may."""
@@ -219,6 +224,7 @@ class StandInDriver:
         """The bytes of an allocation of device memory."""
         return self._memory[address & ~DEVICE_MARK]
 
+    @enqueues
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Calls on a stream's own thread, once all that is on it by now is over."""
         self._put(stream, _Work(lambda: function() is None or True))

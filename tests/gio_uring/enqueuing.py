@@ -10,9 +10,15 @@ from typing import Protocol
 
 
 class Enqueuing(threading.local):
-    """The calls of a thread that wait for the end of its block; None outside of one."""
+    """The calls of a thread that wait for the end of its block; None outside of one.
+
+    entered: called for each block, and each call outside of one.
+    """
 
     calls: list[Callable[[], None]] | None = None
+
+    def __init__(self, entered: Callable[[], None]) -> None:
+        self.entered = entered
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -24,6 +30,7 @@ class Enqueuing(threading.local):
             yield
         finally:
             self.calls = None
+        self.entered()
         for call in calls:
             call()
 
@@ -39,6 +46,7 @@ def enqueues(method: Callable[..., None]) -> Callable[..., None]:
     def called(driver: _Enqueues, *arguments: object, **options: object) -> None:
         calls = driver.enqueuing.calls
         if calls is None:
+            driver.enqueuing.entered()
             method(driver, *arguments, **options)
         else:
             calls.append(partial(method, driver, *arguments, **options))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tutti.base.arrays import Keys
+from tutti.base.arrays import Keys, Mask
 from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
@@ -95,21 +95,34 @@ class OffloadPart:
         """The most pages that are stored with one call."""
         return max(1, _BATCH_NBYTES // self.stored_pool.page_nbytes)
 
+    def without(self, pages: Mask) -> OffloadPart:
+        """The others of its pages; it did not begin."""
+        if not pages.any():
+            return self
+        rows = np.flatnonzero(~pages)
+        slots = self.slots.reshape(self.pages, -1)[rows.tolist()].reshape(-1)
+        return OffloadPart(self.stored_pool, self.keys[rows], slots)
+
 
 def admitted(
     parts: Sequence[OffloadPart], second_touches: Mapping[str, SecondTouch]
-) -> list[OffloadPart]:
-    """What of an offload is to be stored, with ``second_touches`` by pool: what came before."""
-    taken = []
+) -> tuple[list[OffloadPart], int]:
+    """(what of an offload is to be stored, how many of its pages wait for their second offer).
+
+    The others are there: SGLang offers what was loaded again, behind which the new pages of a long
+    prompt would find no room.  second_touches: by pool; without one all that is new is stored.
+    """
+    taken, declined = [], 0
     for part in parts:
+        part = part.without(part.stored_pool.present(part.keys))
         second_touch = second_touches.get(part.stored_pool.name)
         if second_touch is not None:
-            rows = second_touch.admitted(part.keys).nonzero()[0].tolist()
-            slots = part.slots.reshape(part.pages, -1)[rows].reshape(-1)
-            part = OffloadPart(part.stored_pool, part.keys[rows], slots)
+            wanted = second_touch.admitted(part.keys)
+            declined += int(np.count_nonzero(~wanted))
+            part = part.without(~wanted)
         if part.pages:
             taken.append(part)
-    return taken
+    return taken, declined
 
 
 @dataclass(eq=False)
@@ -415,16 +428,20 @@ class Backlog(Owned):
                 ticket.wait(0.001)
             except TuttiError as error:
                 self._errors.add(f"offload: {type(error).__name__}", error)
-        self._stored(launch, offload, part, failed + dropped)
+        self._stored(launch, offload, part, failed + dropped, int(counts[Outcome.PRESENT]))
 
-    def _stored(self, launch: Issue, offload: Offload, part: OffloadPart, lost: int) -> None:
-        """The medium does not read these pages any more; so many of them were not stored."""
+    def _stored(
+        self, launch: Issue, offload: Offload, part: OffloadPart, lost: int, there: int = 0
+    ) -> None:
+        """The medium does not read these pages any more; so many of them were not stored, and so
+        many were there before.
+        """
         name = launch.name
         with self._changed:
             part.good = part.good and not lost
             part.ended += launch.count
             part.flying -= 1
-            written = PagesWritten(self._queue.now_ns(), name, part.ended, lost)
+            written = PagesWritten(self._queue.now_ns(), name, part.ended, lost, there)
             over = part.ended == part.pages
             if not over:
                 self._queue.add(written)

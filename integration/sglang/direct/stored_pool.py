@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from tutti.errors import ConfigError
+from tutti.base.arrays import Keys, Mask
+from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
 from tutti.integration.sglang.direct.staging_pages import StagingPages
@@ -83,6 +85,16 @@ class StoredPool:
     def reads_directly(self) -> bool:
         """Whether a batch's own reads go to SGLang's pages without the staging here."""
         return self.gpu is not None and self.memory is not None
+
+    def present(self, keys: Keys) -> Mask:
+        """Which of these keys (n, 16) need not be stored, (n,); routers are told of them."""
+        try:
+            there = self.store.present(keys)
+        except TuttiError:  # what is stored for nothing costs less than what is not
+            return np.zeros(len(keys), np.bool_)
+        if self.events is not None and there.any():
+            self.events.stored(keys[there], np.ones(np.count_nonzero(there), np.bool_))
+        return there
 
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
         """See KvPool.page_numbers; waits for no more of a GPU than the slots."""

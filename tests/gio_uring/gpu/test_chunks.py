@@ -190,6 +190,21 @@ def test_a_submitter_enqueues_the_first_layers_alone(
             assert [rig.pool.read(page) for page in range(first, first + 8)] == contents
 
 
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_all_layers_of_a_transfer_go_on_the_stream_in_a_few_calls(seed: int, verify: str) -> None:
+    """In each the thread gives the interpreter up, and another may keep it for 5 ms."""
+    rng = np.random.default_rng(seed)
+    with rig_over_memory(verify=verify) as rig:
+        keys, pages = some_keys(rng, 8), list(range(8))
+        contents = rig.fill(pages, rng)
+        for move in (lambda: rig.store.put(keys, pages), lambda: rig.store.load(keys, pages)):
+            before, calls = rig.driver.entered, sum(rig.driver.calls.values())
+            move().wait(10)
+            assert rig.driver.entered - before <= 2  # the first layers, and all others
+            assert sum(rig.driver.calls.values()) - calls >= 3 * LAYOUT.layers
+        assert [rig.pool.read(page) for page in pages] == contents
+
+
 def test_what_waits_behind_the_medium_is_bounded(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
