@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 from gio_uring.gpu.test_chunks import memory_of
 from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
 from memory_controller import Faults
@@ -16,6 +17,8 @@ from scheduler.drive import Linear
 from waiting import wait_idle
 
 from store.pools import GEOMETRY, LAYOUT, some_keys
+from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Schedule
@@ -75,6 +78,38 @@ def test_layers_are_granted_one_by_one_and_loads_one_after_another(seed: int) ->
     assert len(names) == 3
     found = [(issue.name, issue.first, issue.count) for issue in issues]
     assert found == [(name, layer, 1) for name in names for layer in range(LAYERS)]
+
+
+def test_a_load_is_granted_before_its_thread_calls_the_driver(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its streams wait for layers that only this thread grants.  A call of another one, such as
+    the load of a kernel, may wait for these streams, and hold up the calls of every thread.
+    """
+    submit, grant, held = Engine.submit, Job.grant, list[int]()
+
+    def noted_submit(engine: Engine, *arguments: Any, **options: Any) -> Job:
+        job = submit(engine, *arguments, **options)
+        if options.get("held"):
+            words = options["words"]
+            owed = words.nbytes_of(words.layers), threading.get_ident()
+            rig.driver.owed[words.address] = owed
+            job.debt = words.address  # type: ignore[attr-defined]
+            held.append(words.address)
+        return job
+
+    def noted_grant(job: Job, *arguments: Any) -> None:
+        rig.driver.owed.pop(getattr(job, "debt", 0), None)
+        grant(job, *arguments)
+
+    with rig_over_memory(schedule=Schedule(Linear(), policy=LayerByLayer)) as rig:
+        keys, contents = put(rig, np.random.default_rng(seed), 4)
+        monkeypatch.setattr(Engine, "submit", noted_submit)
+        monkeypatch.setattr(Job, "grant", noted_grant)
+        rig.store.load(keys, list(range(8, 12))).wait(20)
+        assert held
+        assert not rig.driver.owed
+        assert [rig.pool.read(8 + n) for n in range(4)] == contents
 
 
 def test_a_load_that_is_granted_no_more_is_read_after_all(seed: int) -> None:

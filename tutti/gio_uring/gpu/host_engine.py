@@ -225,7 +225,7 @@ class HostEngine(Owned):
             moved.read_s = lambda: released.read_s
             if verification is not None:
                 released.whole = weakref.ref(moved)
-            moved.enqueue(now=not options.get("gated"))
+            moved.enqueue(now=not (options.get("gated") or options.get("held")))
             if is_late:
                 stream_queue.watch(
                     moved.is_settled,

@@ -133,10 +133,10 @@ class MovedJob(Owned):
     def enqueue(self, *, now: bool) -> None:
         """Gives the transfer to the stream_queue.  A CUDA error cancels it; waits raise the error.
 
-        now: the first layers by this thread.  Not while the job's gate is closed: then the caller
-        is what the stream waits for, and must not make a CUDA call.
+        now: the first layers by this thread.  Not while the job's gate is closed, or none of its
+        layers is granted: then the caller is what the stream waits for, and must not make a CUDA
+        call, which may wait for the stream behind another thread's.
         """
-        self._stream_queue.events.acquire(self.layers + self._route.has_tables, self._events)
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self, parts: int) -> bool:
@@ -147,6 +147,8 @@ class MovedJob(Owned):
             if self._sealed:
                 return True
             self._started = True
+            events = self._stream_queue.events
+            events.acquire(self.layers + self._route.has_tables, self._events)
             if self.overlap is Overlap.CROSS:
                 end = self.layers
                 with self._stream_queue.driver.together():
