@@ -58,7 +58,7 @@ _ON_GPU = (*_GPU_COPIES, *GPU_BENCHES, "bench/fio.py")
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 #: Benchmarks name their engine.
 _CHOICE = "tutti/gio_uring/gpu/engine_choice.py"
-#: Makes command lines of servers: nothing simulated starts one, nor does what happens at random.
+#: Command lines of servers: neither simulations nor random operations start one.
 _LAUNCHES = ("tutti/commands/sglang.py", "bench/ttft/recipes.py")
 #: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
 #: runs, a report and a demo only show results, and nothing simulated uses a file.
