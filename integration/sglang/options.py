@@ -236,6 +236,12 @@ def parse_options(
             f"{', '.join(given)}: the agent at {values['path'][0]} has settings of its own for its"
             " pools; leave this out, and see `tutti serve --help` for what can be set there"
         )
+    threads, places = values["service_threads"], len(values["path"])
+    if threads is not None and threads > places:
+        raise ConfigError(
+            f"option 'service_threads' is {threads}, and each of them serves a file of its own: "
+            f"there is one in each place of 'path', so give {places} at most, or more places"
+        )
     return values
 
 

@@ -45,17 +45,17 @@ def test_what_is_stored_takes_no_room_of_new_pages(tmp_path: Path) -> None:
     slot = 3 * 2 * 4096
     with Rig(tmp_path, backlog_share=0.0, store_staging=8 * slot) as rig:
         rig.fill(6)
-        want = rig.content(range(14))
-        for first in (0, 6):
-            assert rig.store(names(12)[first : first + 6], range(first, first + 6))
-        assert rig.store(names(14), range(14)), "14 pages never fit, and 2 do"
-        assert rig.store(names(14), range(14)), "nothing is left to store"
+        want = rig.content(range(16))
+        assert rig.store(names(12)[6:], range(6, 12))
+        assert rig.store(names(14), range(14)), "14 pages never fit, and 8 around those 6 do"
+        assert rig.store(names(16), range(16)), "and 2 behind those 14"
+        assert rig.store(names(16), range(16)), "nothing is left to store"
         assert "dropped_pages" not in rig.linker.metrics.snapshot()
         stats = rig.stored_pool.store.stats()
-        assert (stats["stored"], stats["present"]) == (14, 0)
-        assert rig.lookup(names(14)) == 14
-        assert rig.restore(names(14), range(20, 34))
-        assert rig.content(range(20, 34)) == want
+        assert (stats["stored"], stats["present"]) == (16, 0)
+        assert rig.lookup(names(16)) == 16
+        assert rig.restore(names(16), range(20, 36))
+        assert rig.content(range(20, 36)) == want
 
 
 def test_second_touch_stores_what_is_offered_again(tmp_path: Path) -> None:

@@ -100,8 +100,11 @@ class OffloadPart:
         if not pages.any():
             return self
         rows = np.flatnonzero(~pages)
-        slots = self.slots.reshape(self.pages, -1)[rows.tolist()].reshape(-1)
-        return OffloadPart(self.stored_pool, self.keys[rows], slots)
+        taken: slice | list[int] = slice(self.pages - rows.size, None)  # the end, as mostly
+        if pages[taken].any():
+            taken = rows.tolist()
+        slots = self.slots.reshape(self.pages, -1)[taken]
+        return OffloadPart(self.stored_pool, self.keys[rows], slots.reshape(-1))
 
 
 def admitted(
