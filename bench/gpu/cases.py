@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy as np
 
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB, format_nbytes
-from tutti.bench.compare.paired import compare
+from tutti.bench.compare.paired import ComparedSystem, Round, compare
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.gpu.rig import (
     MOVERS,
@@ -256,12 +257,58 @@ def multiprocessors(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
-    load = plan.load(256 * KiB)
     return [
-        _row(machine, plan, Way(blocks=blocks), load, direction)
+        _row(machine, plan, Way(blocks=blocks), plan.load(slice_nbytes), direction)
+        for slice_nbytes in (256 * KiB, 64 * KiB)
         for blocks in BLOCKS
         for direction in DIRECTIONS
     ]
+
+
+def interpreter(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
+    """Transfers beside a thread that computes in Python, as SGLang's scheduler does while it has
+    nothing to do, against the same transfers alone.
+    """
+    return [
+        Row(f"{direction}, beside Python", partial(_beside_python, machine, plan, direction))
+        for direction in DIRECTIONS
+    ]
+
+
+def _beside_python(machine: GpuUnderTest, plan: RoundPlan, direction: str) -> dict[str, Any]:
+    way, load = copy_engines(machine), plan.load(256 * KiB)
+    with ExitStack() as stack:
+        pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
+        staging_nbytes = 2 * load.nbytes + 64 * MiB
+        submitter = stack.enter_context(open_engine(machine, way, staging_nbytes=staging_nbytes))
+        count = count_for(submitter, pages, direction, plan.round_s)
+        alone = tutti_system("alone", submitter, pages, direction, count)
+
+        def beside() -> Round:
+            with _computing():
+                return alone.round()
+
+        busy = ComparedSystem("beside Python", beside)
+        return compare(busy, alone, pairs=plan.pairs, progress=plan.progress)
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """A thread computes in Python, and lets go of the interpreter only when it has to."""
+    is_over = False
+
+    def compute() -> None:
+        number = 0
+        while not is_over:  # bounded by the context
+            number += 1
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over = True
+        thread.join()
 
 
 def cpu_time(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:

@@ -53,6 +53,7 @@ CASES: dict[str, Case] = {
     "digests": gpu_digests.digests,
     "files": gpu_files.files,
     "cpu-time": gpu_cases.cpu_time,
+    "interpreter": gpu_cases.interpreter,
     "engines": partial(gpu_cases.engine, "host"),
 }
 CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
