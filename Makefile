@@ -143,7 +143,7 @@ gpu-bench: gpu-native ## measurements on a GPU, with $(PYTHON); goes on where it
 # Without a network: carry what tests/gpu/serving/carry.sh build/sglang-bundle has fetched elsewhere.
 .PHONY: gpu-sglang
 gpu-sglang: gpu-native ## SGLang's server on a GPU with each system, BENCH_DIR=... on the drive, TRACE=... for rates, ARGS=...
-	PYTHON=$(PYTHON) tests/gpu/serving/start.sh --dir $(firstword $(BENCH_DIR)) $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+	PYTHON=$(PYTHON) tests/gpu/serving/start.sh --dir $(BENCH_DIR) $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 # Only on a machine with no other work; commits that changed code since make old results stale.
 BENCH_DIR ?= .

@@ -28,7 +28,7 @@ from gpu.shards import write
 
 from tutti.arguments import nbytes
 from tutti.bench.environment import describe
-from tutti.bench.ttft.recipes import RecipeOptions
+from tutti.bench.ttft.recipes import RECIPES, RecipeOptions
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ["hbm", "tutti-linker", "tutti-hicache", "hicache-file"]
@@ -54,15 +54,15 @@ class Trial:
         self.args, self.fleet = args, Fleet([])
         self._began_s = time.monotonic()
         self._end_s = self._began_s + 60 * args.minutes
-        self._pools: Path = args.dir / "tutti-gpu-serving"
-        shutil.rmtree(self._pools, ignore_errors=True)
-        for folder in (args.out, self._pools):
+        self._pools: list[Path] = [folder / "tutti-gpu-serving" for folder in args.dir]
+        self._remove_pools()
+        for folder in (args.out, *self._pools):
             folder.mkdir(parents=True)
         installed = {found.name: found.version for found in metadata.distributions()}
         self.result: dict[str, Any] = {
             "benchmark": "sglang-gpu",
             "note": args.note,
-            "machine": describe(args.dir) | ({"commit": args.commit} if args.commit else {}),
+            "machine": describe(args.dir[0]) | ({"commit": args.commit} if args.commit else {}),
             "gpu": gpu_facts(),
             "versions": {name: installed[name] for name in sorted(PACKAGES & installed.keys())},
             "page_cache": "kept" if args.keep_page_cache else "dropped before each request",
@@ -86,7 +86,11 @@ class Trial:
                 self._save(began_s)
         finally:
             self.fleet.kill()
-            shutil.rmtree(self._pools, ignore_errors=True)
+            self._remove_pools()
+
+    def _remove_pools(self) -> None:
+        for folder in self._pools:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _begin(self, name: str, limit_s: float) -> float:
         now_s = time.monotonic()
@@ -114,8 +118,11 @@ class Trial:
         words = [*(EVERYWHERE + (ON_CPU if args.cpu else ON_GPU)).split(), *shlex.split(args.more)]
         sizes = (GpuServer.page_tokens, args.dram, args.capacity)
         for system in args.systems:
-            folder, tutti = self._pools / system, tuple(args.option)
-            options = RecipeOptions(str(model), *sizes, folder, tutti=tutti)
+            folder, *more = [pools / system for pools in self._pools]
+            if not RECIPES[system].many_folders:
+                more.clear()
+            tutti = tuple(args.option)
+            options = RecipeOptions(str(model), *sizes, folder, tuple(more), tutti)
             self.fleet.servers.append(GpuServer(system, options, words, args.out))
         servers = {server.system: server.facts for server in self.fleet.servers}
         self.result["servers"] = servers
@@ -166,7 +173,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     option = parser.add_argument
     option("--out", type=Path, default=Path("build/gpu-serving"), help="a new folder")
-    option("--dir", type=Path, default=Path("build"), help="any file system; pools lie there")
+    places = "folders on the drives, for pools; only Tutti takes more than the first"
+    option("--dir", type=Path, nargs="+", default=[Path("build")], help=places)
     option("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     option("--phases", nargs="+", default=list(PHASES), choices=list(PHASES))
     option("--minutes", type=float, default=15.0, help="deadline of the whole")

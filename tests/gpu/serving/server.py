@@ -41,7 +41,8 @@ class GpuServer(Server):
         self.stores = RECIPES[system].uses_storage
         self.log, self._counts, self._pool = out / f"{system}.log", out / system, options.storage
         self._counts.mkdir()
-        self._pool.mkdir()
+        for folder in (self._pool, *options.more_storage):
+            folder.mkdir()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._lock = -1  # these servers take no turns
