@@ -102,15 +102,18 @@ def test_tutti_takes_a_folder_on_each_of_several_drives(name: str, tmp_path: Pat
 
 
 def test_tutti_takes_its_own_options(tmp_path: Path) -> None:
-    words = ["--dir", str(tmp_path / "a"), "--option", "service_threads=2"]
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    words = ["--dir", *folders, "--option", "service_threads=2"]
     linker = printed("tutti-linker", *words, "--option", "verify=off")["command"]
     assert '"service_threads": 2, "verify": "off"' in " ".join(linker)
     with pytest.raises(ConfigError, match=r"unknown option 'verrify'.*'verify'"):
-        printed("tutti-linker", "--dir", str(tmp_path / "a"), "--option", "verrify=off")
+        printed("tutti-linker", "--dir", folders[0], "--option", "verrify=off")
+    with pytest.raises(ConfigError, match="so give 1 at most, or more places"):
+        printed("tutti-linker", "--dir", folders[0], "--option", "service_threads=2")
     with pytest.raises(ConfigError, match="give --capacity instead"):
         printed("tutti-hicache", *words, "--option", "capacity=1GiB")
     with pytest.raises(ConfigError, match="hicache-file does not take --option"):
-        printed("hicache-file", *words)
+        printed("hicache-file", "--dir", folders[0], "--option", "verify=off")
 
 
 def test_what_a_recipe_refuses(tmp_path: Path, sglang: Path) -> None:
