@@ -189,6 +189,7 @@ def run(
 
 
 def _save(manifest: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     part = out / f"{MANIFEST}.part"
     part.write_text(json.dumps(manifest, indent=1) + "\n")
     part.replace(out / f"{MANIFEST}.json")
