@@ -38,6 +38,8 @@ DIRECTIONS = ("load", "store")
 #: The one whose answer counts most comes first: a run may be cut.
 SLICES = (256 * KiB, 64 * KiB, MiB)
 BLOCKS = (16, 8, 4, 2, 1, 12, 24, 32)
+#: A thread that computes in Python ends within its next interval, 5 ms.
+_PYTHON_S = 10.0
 #: Bytes of K, and of V, of a token in a layer of Llama-3-8B.
 _TOKEN_NBYTES = 2048
 
@@ -308,7 +310,7 @@ def _computing() -> Iterator[None]:
         yield
     finally:
         is_over = True
-        thread.join()
+        thread.join(_PYTHON_S)
 
 
 def cpu_time(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
