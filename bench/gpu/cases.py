@@ -296,7 +296,7 @@ def _beside_python(machine: GpuUnderTest, plan: RoundPlan, direction: str) -> di
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """A thread computes in Python, and lets go of the interpreter only when it has to."""
+    """A thread computes in Python, and releases the GIL only at the end of its interval."""
     is_over = False
 
     def compute() -> None:

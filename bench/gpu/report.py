@@ -10,7 +10,7 @@ HEAD = ("row", "measured", "bar", "ratio", "noise", "beside")
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The cells of HEAD for every row that was measured, without the name of the usual bar."""
+    """The cells of HEAD for each measured row; the default bar, `one`, is not named."""
     rows = [_cells(row) for row in result["rows"] if "not_run" not in row]
     return [[name.removesuffix(", against one"), *cells] for name, *cells in rows]
 

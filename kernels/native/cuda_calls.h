@@ -1,7 +1,7 @@
 // Many calls of CUDA's driver in one: those that put work on a stream, or ask how far it is.
 //
-// Loaded by tutti/gio_uring/gpu/calls.py through ctypes, which lets go of the interpreter once for
-// all of them. The driver is not linked: its functions are passed, as cuGetProcAddress gives them.
+// Loaded by tutti/gio_uring/gpu/calls.py through ctypes, which releases the GIL once for all of
+// them. The driver is not linked: its functions are passed, as cuGetProcAddress gives them.
 // Names and arguments: CUDA Driver API reference manual, 13.0.
 #ifndef TUTTI_NATIVE_CUDA_CALLS_H_
 #define TUTTI_NATIVE_CUDA_CALLS_H_

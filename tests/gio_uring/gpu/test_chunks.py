@@ -192,7 +192,7 @@ def test_a_submitter_enqueues_the_first_layers_alone(
 
 @pytest.mark.parametrize("verify", ["off", "always"])
 def test_all_layers_of_a_transfer_go_on_the_stream_in_a_few_calls(seed: int, verify: str) -> None:
-    """In each the thread gives the interpreter up, and another may keep it for 5 ms."""
+    """In each the thread releases the GIL, and another may hold it for 5 ms."""
     rng = np.random.default_rng(seed)
     with rig_over_memory(verify=verify) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))

@@ -1,8 +1,8 @@
 """Calls of CUDA's driver that put work on a stream, or ask how far it is.
 
-A thread gives the interpreter up during a call of the driver, and gets it back only when another
-lets go of it: up to 5 ms later where that one computes in Python, as SGLang's scheduler does while
-it has nothing to do.  A put of four pages makes some 200 such calls.  So they are rows of a table
+A thread releases the GIL during a call of the driver, and gets it back only when another thread
+releases it: up to 5 ms later if that one computes in Python, as SGLang's scheduler does while it
+has nothing to do.  A put of four pages makes some 200 such calls.  So they are rows of a table
 here, and native code makes all of them in one call: `kernels/native/cuda_calls.h`.
 """
 
