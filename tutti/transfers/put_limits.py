@@ -102,6 +102,7 @@ class _Account:
         self.most = None if quota.nbytes is None else quota.nbytes // object_nbytes
         self.budget = WriteBudget(quota.write_budget, object_nbytes)
         self.granted = self.evicted = self.over_quota = self.over_budget = 0
+        self.unplaced = 0  # granted, and without a slot as yet
 
 
 class Quotas:
@@ -141,7 +142,7 @@ class Quotas:
         own = account.budget.allowed(fitting)
         allowed = granted = self._budget.allowed(own)
         if account.most is not None:
-            room = account.most - int(index.tenant_slots[tenant])
+            room = account.most - int(index.tenant_slots[tenant]) - account.unplaced
             if allowed > room:
                 evicted = evict(allowed - room, index.tenant == tenant)
                 account.evicted += evicted
@@ -152,6 +153,7 @@ class Quotas:
         account.over_budget += fitting - own
         account.over_quota += n - fitting + allowed - granted
         account.granted += granted
+        account.unplaced += granted
         wanted = (allowed, Limit.QUOTA), (own, Limit.BUDGET), (fitting, Limit.OWN_BUDGET)
         limits = (limit for most, limit in (*wanted, (n, Limit.QUOTA)) if granted < most)
         return Grant(granted, fitting - allowed, next(limits, None))
@@ -163,6 +165,11 @@ class Quotas:
             account.over_quota += n * (limit is Limit.QUOTA)
             account.over_budget += n * (limit is Limit.OWN_BUDGET)
         return Grant(0, n * (limit in (Limit.OWN_BUDGET, Limit.BUDGET)), limit)
+
+    def settle(self, tenant: int, n: int) -> None:
+        """So many objects of those that were granted have slots now, or will have none."""
+        if (account := self._accounts.get(tenant)) is not None:
+            account.unplaced -= n
 
     def give_back(self, tenant: int, n: int) -> None:
         """So many objects of those that were granted are not written."""

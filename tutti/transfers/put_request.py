@@ -305,6 +305,7 @@ class PutTogether:
     def __init__(self, parts: Sequence[PutPart]) -> None:
         self._parts, self._lock = parts, threading.Lock()
         self._left = 1  # the submission itself, then batches
+        self.placed = 0  # pages that got slots
         first = parts[0]
         self.grant, self.request = first.grant, first.request
         if len(parts) > 1:

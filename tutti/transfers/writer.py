@@ -236,9 +236,11 @@ class Writer:
                     self._core.counters.dropped += rest.size
                 together.cut(rest, grant.limit if done == granted else None)
         finally:
-            if granted > written and not self._core.is_unlimited:
+            if granted and not self._core.is_unlimited:
+                tenant, quotas = together.request.tenant, self._core.quotas
                 with self._core.lock:
-                    self._core.quotas.give_back(together.request.tenant, granted - written)
+                    quotas.settle(tenant, granted - together.placed)
+                    quotas.give_back(tenant, granted - written)
 
     def _absent(self, together: PutTogether, rows: Slots) -> Slots:
         """Of these rows those whose key has no slot, each key once; the others count as accessed.
@@ -342,6 +344,8 @@ class Writer:
             core.index.describe(placed.slots, tenant=request.tenant, expiry=request.expiry_64s)
         _, _, slots, sequences = placed
         together.add_slots(slots)
+        together.placed += slots.size
+        core.quotas.settle(request.tenant, slots.size)
         return _Batch(together, request, rows, slots, sequences, digests, block), placed.keys
 
     def _data_written(self, batch: _Batch, status: U32, flushes_failed: int) -> None:
