@@ -19,6 +19,7 @@ from tutti.base.checks import optional, seconds, takes, text
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
 from tutti.errors import CapacityError, DeviceTimeout, MediumError
+from tutti.gio_uring.job import Job
 from tutti.medium.keys import as_keys
 from tutti.medium.slot_record import (
     EXPIRY_UNIT_S,
@@ -71,6 +72,7 @@ class Catalogue(Owned):
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=1)
         self._changing = threading.Lock()  # one thread at a time reads and rewrites records
+        self._pinning = threading.Lock()  # one at a time compares with the share and pins
         self.expiry = Expiry(core, reclaimer)
 
     def close(self) -> None:
@@ -130,7 +132,6 @@ class Catalogue(Owned):
             while slots.size and time.monotonic() < deadline_s:
                 idle = slots[core.index.pins[slots] == 0]
                 core.lookup_pins.forget(idle)
-                core.lookup_pins.reserve(-int(np.count_nonzero(core.index.pinned[idle])))
                 self._reclaimer.discard(np.sort(idle))
                 gone = np.concatenate((gone, idle))
                 if idle.size < slots.size:
@@ -155,16 +156,17 @@ class Catalogue(Owned):
         Raises CapacityError where that exceeds ``pin_share`` of the pool: nothing is pinned then.
         """
         core, keys = self._core, as_keys(keys)
-        with core.lock:
-            slots = self._resident(keys)
-            new = int(np.count_nonzero(~core.index.pinned[slots]))
-            most = int(core.index.slots * core.config.pin_share)
-            if core.lookup_pins.reserved + new > most:
-                raise CapacityError(
-                    f"{core.lookup_pins.reserved} objects are pinned and {new} more are to be, at"
-                    f" most {most} may be; unpin some, or raise pin_share"
-                )
-        return self._change(keys, pinned=True)
+        with self._pinning:
+            with core.lock:
+                slots = self._resident(keys)
+                new = int(np.count_nonzero(~core.index.pinned[slots]))
+                most = int(core.index.slots * core.config.pin_share)
+                if core.lookup_pins.reserved + new > most:
+                    raise CapacityError(
+                        f"{core.lookup_pins.reserved} objects are pinned and {new} more are to be,"
+                        f" at most {most} may be; unpin some, or raise pin_share"
+                    )
+            return self._change(keys, pinned=True)
 
     @uninterrupted()
     def unpin(self, keys: Keys) -> int:
@@ -289,10 +291,26 @@ class Catalogue(Owned):
                 self._table.release(block)
                 raise
             if not done.wait_released(2 * timeout_s):
+                self._keep_until_written(slots[rows], done)
                 raise DeviceTimeout("the records were not written in time; try again")
             if done.page_status.any():
                 core.leave_open = True  # a record may be torn: the next open has to look
                 raise MediumError("records cannot be written; check the device")
+
+    def _keep_until_written(self, slots: Slots, job: Job) -> None:
+        """A record that is written late must not replace that of the slot's next object."""
+        core = self._core
+        with core.lock:
+            core.leave_open = True  # the index does not know whether it is written
+            core.index.pin(slots)
+            core.in_flight += 1
+
+        def over(_: Job) -> None:
+            with core.lock:
+                core.index.unpin(slots)
+                core.end()
+
+        job.on_released(over)
 
     def _infos(self, slots: Slots, records: npt.NDArray[np.void]) -> list[ObjectInfo]:
         core, index = self._core, self._core.index

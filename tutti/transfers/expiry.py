@@ -51,7 +51,6 @@ class Expiry(Owned):
             slots = np.flatnonzero(due & index.resident() & (index.pins == 0)).astype(np.int64)
             if slots.size:
                 core.lookup_pins.forget(slots)
-                core.lookup_pins.reserve(-int(np.count_nonzero(index.pinned[slots])))
                 core.counters.expired += slots.size
                 self._reclaimer.discard(slots)
             return slots

@@ -107,18 +107,24 @@ class Reclaimer:
 
     def discard(self, slots: Slots) -> None:
         """Takes their keys from slots and makes them free again."""
-        self._core.index.remove(slots)
+        self._remove(slots, SlotState.VOIDING)
         self.void(slots)
 
     def quarantine(self, slots: Slots) -> None:
         """Takes slots that own a key out of use permanently, on the medium as well."""
         self._core.counters.quarantined += slots.size
-        self._core.index.remove(slots, SlotState.QUARANTINED)
+        self._remove(slots, SlotState.QUARANTINED)
         self._enqueue(slots, SlotState.QUARANTINED)
 
     def quarantine_again(self, slots: Slots) -> None:
         """Writes the records of slots in quarantine once more: others may have replaced them."""
         self._enqueue(slots, SlotState.QUARANTINED)
+
+    def _remove(self, slots: Slots, state: SlotState) -> None:
+        core = self._core
+        if pinned := int(np.count_nonzero(core.index.pinned[slots])):
+            core.lookup_pins.reserve(-pinned)
+        core.index.remove(slots, state)
 
     def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
         most = self._table.block_records
@@ -144,16 +150,13 @@ class Reclaimer:
             try:
                 self._table.write(block, content, settle, fua=is_durable, timeout_s=timeout_s)
             except TuttiError as error:
-                # The slots stay out of use; the next open finds their records as they are.
                 self._table.release(block)
                 self._active -= 1
+                self._lose(slots, outcome)
                 core.end()
-                if outcome == SlotState.VOIDED:
-                    self._voiding -= slots.size
                 if isinstance(error, PoolClosed):
                     self._queue.clear()
                 else:
-                    core.leave_open = True
                     _log.warning("%d slots stay out of use: %s", slots.size, error)
 
     def _settle(self, block: int, slots: Slots, outcome: SlotState, tries: int, job: Job) -> None:
@@ -172,15 +175,18 @@ class Reclaimer:
                 if tries + 1 < _TRIES:
                     self._enqueue(slots[failed], outcome, tries + 1)
                 else:
-                    # The record on the medium is unchanged: the next open reads it.
-                    core.leave_open = True
-                    if outcome == SlotState.VOIDED:
-                        lost = slots[failed]
-                        self._voiding -= lost.size
-                        core.counters.quarantined += lost.size
-                        core.index.set_state(lost, SlotState.QUARANTINED)
+                    self._lose(slots[failed], outcome)
             self._issue()
             core.end()
+
+    def _lose(self, slots: Slots, outcome: SlotState) -> None:
+        """Their records cannot be written: they stay out of use until the next open reads them."""
+        core = self._core
+        core.leave_open = True
+        if outcome == SlotState.VOIDED:
+            self._voiding -= slots.size
+            core.counters.quarantined += slots.size
+            core.index.set_state(slots, SlotState.QUARANTINED)
 
 
 def deallocate_empty(core: Core, reclaimer: Reclaimer, gone: Slots) -> None:
