@@ -72,6 +72,7 @@ from tutti.transfers.tickets import PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
 
+_CLOSE_WAITS = 8  # a close waits for so many things, one after another
 _PROVE_TRIES = 16  # to read objects before one of them is evicted
 #: Settings that ``open`` takes inside a StoreConfig only.
 _IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "durability"})
@@ -104,7 +105,7 @@ class ObjectStore(Owned, Store):
         self.config = config or StoreConfig()
         self._proving = threading.Lock()
         self._prove_from = 0
-        self._closed = False
+        self._closing, self._closed = threading.Lock(), False
         self._engine = engine or Engine(controller, window_nbytes=self.config.window_nbytes)
         self._resources = Resources(controller, self.engine)
         parts = self._resources.parts
@@ -272,14 +273,15 @@ class ObjectStore(Owned, Store):
                 self.members.new_epoch()
                 if deallocate:
                     core.deallocate()
-            except TuttiError as error:
+                with core.lock:
+                    core.lookup_pins.clear()
+                    core.lookup_pins.reserved = 0
+                    held = core.index.clear()
+                    if held.size:
+                        core.allocator.free(held)
+            except BaseException as error:
                 core.failure = error  # the state of the medium is unknown now
                 raise
-            with core.lock:
-                core.lookup_pins.clear()
-                held = core.index.clear()
-                if held.size:
-                    core.allocator.free(held)
 
     @uninterrupted()
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
@@ -316,6 +318,15 @@ class ObjectStore(Owned, Store):
             return
         check_not_called()
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
+        if not self._closing.acquire(timeout=min(_CLOSE_WAITS * timeout_s, threading.TIMEOUT_MAX)):
+            raise DeviceTimeout("another thread closes the pool and is not done; try again")
+        try:
+            if self._dropped.alive:
+                self._end(timeout_s)
+        finally:
+            self._closing.release()
+
+    def _end(self, timeout_s: float) -> None:
         try:
             if not self._closed:  # else this goes on with a close that failed
                 self._closed = True
