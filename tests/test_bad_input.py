@@ -174,11 +174,11 @@ def test_what_is_no_pool(tmp_path: Path) -> None:
     path.write_bytes(bytes(KiB * KiB))
     refuses(PoolNotFound, "format the member", lambda: tutti.store.open(path))
     path.write_bytes(b"\x5a" * KiB * KiB)
-    refuses(PoolCorrupt, "check the path, or format", lambda: tutti.store.open(path))
+    refuses(PoolCorrupt, "check the path", lambda: tutti.store.open(path))
     path.write_bytes(path.read_bytes()[: 3 * KiB])
     refuses(ConfigError, "allocate it first", lambda: tutti.store.open(path))
     path.write_bytes(b"\x5a" * 4 * KiB)
-    refuses(PoolCorrupt, "check the path, or format", lambda: tutti.store.open(path))
+    refuses(PoolCorrupt, "check the path", lambda: tutti.store.open(path))
 
 
 def test_an_existing_pool_is_not_formatted(path: Path) -> None:

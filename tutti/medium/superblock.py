@@ -198,7 +198,9 @@ class Superblock:
         block = np.frombuffer(raw, SUPERBLOCK_DTYPE)
         row = block[0]
         if bytes(row["magic"]) != SUPERBLOCK_MAGIC:
-            raise PoolCorrupt(f"{path}: no superblock here; check the path, or format the member")
+            raise PoolCorrupt(
+                f"{path}: no superblock here, so it is no member of a Tutti pool; check the path"
+            )
         if not native.records_check(block)[0]:
             raise PoolCorrupt(f"{path}: the superblock's CRC is wrong; it is damaged or torn")
         if row["version"] != FORMAT_VERSION:
@@ -312,7 +314,9 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
     if not any(a) and not any(b):
         raise PoolNotFound(f"{path}: not formatted, or a format was interrupted; format the member")
     if not any(raw.startswith(SUPERBLOCK_MAGIC) for raw in (a, b)):
-        raise PoolCorrupt(f"{path}: no superblock here; check the path, or format the member")
+        raise PoolCorrupt(
+            f"{path}: no superblock here, so it is no member of a Tutti pool; check the path"
+        )
     valid: list[tuple[Superblock, int]] = []
     reasons = []
     for copy, raw in enumerate((a, b)):
