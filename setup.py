@@ -48,6 +48,10 @@ DEBUG_FOLDER = os.environ.get("TUTTI_DEBUG_FOLDER", "build/debug")
 class BuildShared(build_ext):
     """Builds the native library as a plain shared library instead of an extension module."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True  # the library and the compiled modules side by side
+
     def build_extension(self, ext: Extension) -> None:
         super().build_extension(ext)
         if ext.name == NATIVE and not self.inplace and shutil.which("objcopy"):
