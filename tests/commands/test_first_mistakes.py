@@ -88,6 +88,12 @@ def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert said.endswith(f"{name} does not exist; correct the path or format a pool")
 
 
+def test_an_agent_of_files_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ([], ["p.tutti", f"--folder={tmp_path}"]):
+        said = sentence(capsys, "serve", f"--socket={tmp_path}/s", *given)
+        assert said == "tutti: pass either PATH... or --folder DIR, not both"
+
+
 def test_the_socket_of_an_agent_in_place_of_a_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> CommandResult:
     """Serves until a signal."""
     socket_path("--socket", args.socket)
+    if bool(args.paths) == (args.folder is not None):
+        raise ConfigError("pass either PATH... or --folder DIR, not both")
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(

@@ -13,7 +13,6 @@ from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.errors import (
     CapacityError,
-    ConfigError,
     DeviceTimeout,
     PoolMismatch,
     PoolNotFound,
@@ -53,8 +52,6 @@ class AgentPools:
         executor: str = "auto",
         remote: RemoteConfig | None = None,
     ) -> None:
-        if bool(paths) == (folder is not None):
-            raise ConfigError("give the members of one pool, or a folder of pools")
         if remote is not None:
             remote.check((config or StoreConfig()).verify)
         self._paths = list(paths)
