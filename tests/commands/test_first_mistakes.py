@@ -21,14 +21,17 @@ from tutti.node.connect import connect
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 SMALL = ["--model=test-model", "--layers=2", "--kv-heads=1", "--head-dim=64", "--page-size=32"]
-SGLANG = ["sglang", "command", "--model=m", "--path=/p"]
+SGLANG = ["sglang", "command", "--model=m", "--path=/nowhere/p"]
 
 
-def sentence(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+POOL_COMMANDS = (["info"], ["fsck"], ["ls"], ["resize", "--capacity=1GiB"], ["serve", "--socket=s"])
+
+
+def sentence(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int | None = None) -> str:
     """The last line on stderr of a command that fails, after checking that no traceback is."""
-    code = cli.main([str(word) for word in argv])
+    ended = cli.main([str(word) for word in argv])
     said = capsys.readouterr().err
-    assert code in (1, 2, 3), said
+    assert ended in ((1, 2, 3) if code is None else (code,)), said
     assert "Traceback" not in said
     return said.splitlines()[-1]
 
@@ -83,14 +86,36 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_wrong_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plain").touch()
-    for name in ("nothing", "plain/pool"):
-        said = sentence(capsys, "info", tmp_path / name)
-        assert said.endswith(f"{name} does not exist; correct the path or format a pool")
+    for command in POOL_COMMANDS:
+        for name in ("nothing", "nothing/", "plain/pool"):
+            said = sentence(capsys, *command, f"{tmp_path}/{name}", code=3)
+            assert said.endswith(
+                f"{name} does not exist; correct the path, or create a pool with `tutti format`"
+            )
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    label, format = ["format", "--for-server"], ["format", "--capacity=1GiB", *SMALL]
+    for command in (*POOL_COMMANDS, label, format):
+        for name in ("/dev/ng9n1", "nvme:0000:99:00.0"):
+            said = sentence(capsys, *command, name, code=3)
+            assert f"{name} does not exist; correct the path (`tutti nvme list --all` li" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n", b"root:x:0:0\n" * 1000])
+def test_a_file_that_is_not_a_pool(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It must not be advised to format it, which would destroy it."""
+    (tmp_path / "file").write_bytes(content)
+    for command in POOL_COMMANDS:
+        said = sentence(capsys, *command, tmp_path / "file", code=3)
+        assert said.endswith("file is not a Tutti pool; correct the path")
 
 
 def test_an_agent_of_files_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given in ([], ["p.tutti", f"--folder={tmp_path}"]):
-        said = sentence(capsys, "serve", f"--socket={tmp_path}/s", *given)
+        said = sentence(capsys, "serve", f"--socket={tmp_path}/s", *given, code=2)
         assert said == "tutti: pass either PATH... or --folder DIR, not both"
 
 

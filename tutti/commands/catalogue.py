@@ -16,6 +16,7 @@ from tutti.arguments import above_zero, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
+from tutti.commands.members import existing_members
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult, NotThere
 from tutti.errors import ConfigError, KeySizeError
 from tutti.interface import Store
@@ -335,7 +336,7 @@ def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
     store: Store = (
         connect(args.pool, pool=name, profile=None)
         if is_agent
-        else open_pool([args.pool, *args.members], profile=None)
+        else open_pool(existing_members([args.pool, *args.members]), profile=None)
     )
     with store:
         store.wait_recovered(_RECOVERY_S)

@@ -10,10 +10,10 @@ from tutti import store
 from tutti.arguments import add_paths, natural, positive
 from tutti.base.terminal import facts, progress, table
 from tutti.base.units import format_nbytes
+from tutti.commands.members import existing_members
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.fsck import FsckReport, RepairReport, check_files, repair
 from tutti.pool import replacement
-from tutti.pool.pool_format import pool_members
 from tutti.transfers.store_config import StoreConfig
 
 _SHOWN_MAX = 20
@@ -53,7 +53,7 @@ def add_fsck(parser: argparse.ArgumentParser) -> None:
 
 def run_fsck(args: argparse.Namespace) -> CommandResult:
     """Checks the pool, and repairs it with --repair."""
-    paths = pool_members(args.paths)
+    paths = existing_members(args.paths)
     if args.repair or args.reuse_quarantined:  # which open the pool
         replacement.finish(paths)
     with replacement.explained(paths):

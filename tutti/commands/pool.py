@@ -21,6 +21,7 @@ from tutti import store
 from tutti.arguments import add_layout, add_paths, layout_of, nbytes, say_capacity
 from tutti.base.terminal import Progress, facts, table
 from tutti.base.units import format_nbytes
+from tutti.commands.members import check_exist, existing_members
 from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
@@ -40,6 +41,7 @@ from tutti.medium.superblock import (
 from tutti.pool import replacement
 from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import are_drives, open_controller
+from tutti.pool.places import is_device
 from tutti.pool.pool_format import label, pool_members
 
 _FORMAT = """\
@@ -139,6 +141,7 @@ def run_format(args: argparse.Namespace) -> CommandResult:
     if args.capacity is None:
         raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
     layout = layout_of(args)
+    check_exist(list(filter(is_device, args.paths)))
     say_capacity(args.capacity)
     with Progress("prewrite", 0, in_bytes=True) as bar:
         geometry = store.format(
@@ -164,6 +167,7 @@ def run_format(args: argparse.Namespace) -> CommandResult:
 def _label(args: argparse.Namespace, serials: list[str]) -> CommandResult:
     if args.capacity is not None or args.model is not None or args.prewrite:
         raise ConfigError("the server chooses layout and capacity; pass --for-server without them")
+    check_exist(list(filter(is_device, args.paths)))
     label(args.paths, force=serials)
     text = f"Labelled for a server's pools: {', '.join(args.paths)}"
     return CommandResult({"paths": args.paths, "labelled": True}, text)
@@ -193,7 +197,7 @@ class _Member:
 
 def run_info(args: argparse.Namespace) -> CommandResult:
     """Reads superblocks and snapshots, and takes no ownership."""
-    paths = pool_members(args.paths)
+    paths = existing_members(args.paths)
     members = _read_drives(paths) if are_drives(paths) else [_read_file(path) for path in paths]
     with replacement.explained(paths):
         check_members([member.superblock for member in members], paths)
@@ -257,11 +261,8 @@ def _read_drives(names: list[str]) -> list[_Member]:
 
 
 def _read_file(path: str) -> _Member:
-    try:
-        # Without O_NONBLOCK the open of a FIFO would wait for a writer.
-        fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise PoolNotFound(f"{path} does not exist; correct the path or format a pool") from error
+    # Without O_NONBLOCK the open of a FIFO would wait for a writer.
+    fd = os.open(readable_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):

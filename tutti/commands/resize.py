@@ -6,6 +6,7 @@ import argparse
 
 from tutti.arguments import add_paths, nbytes, say_capacity
 from tutti.base.terminal import Progress
+from tutti.commands.members import existing_members
 from tutti.commands.outcome import CommandResult
 from tutti.resize import resize
 
@@ -38,8 +39,9 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> CommandResult:
     """Resizes a pool."""
+    paths = existing_members(args.paths)
     say_capacity(args.capacity)
     with Progress("objects", 0) as bar:
-        done = resize(args.paths, args.capacity, through=args.through, progress=bar.update)
+        done = resize(paths, args.capacity, through=args.through, progress=bar.update)
     text = f"{done.kept} objects were kept, {done.dropped} had no room, {done.damaged} were damaged"
     return CommandResult({"paths": args.paths, **done._asdict()}, text)

@@ -17,6 +17,7 @@ from tutti.base.checks import socket_path
 from tutti.base.terminal import facts
 from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
+from tutti.commands.members import existing_members
 from tutti.commands.outcome import CommandResult
 from tutti.errors import ConfigError, Unsupported
 from tutti.node.agent import Agent
@@ -24,7 +25,7 @@ from tutti.node.agent_pools import AgentPools
 from tutti.node.connect import AGENT
 from tutti.node.served_connection import AgentConfig
 from tutti.placement.eviction import POLICIES
-from tutti.pool.pool_format import pool_members, warn_of_capacity
+from tutti.pool.pool_format import warn_of_capacity
 from tutti.transfers.put_limits import Quota
 from tutti.transfers.store_config import DURABILITY, VERIFY, StoreConfig
 
@@ -160,7 +161,7 @@ def run(args: argparse.Namespace) -> CommandResult:
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(
-        pool_members(args.paths) if args.paths else (),
+        existing_members(args.paths) if args.paths else (),
         folder=args.folder,
         capacity=args.capacity,
         config=_config(args),
