@@ -175,7 +175,8 @@ def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert f"rank 1 of a node: {DRIVES[2]}, {DRIVES[3]} for its KV pool" in said
     assert "every rank: a file in each of /mnt/a for its other pools" in said
-    assert f"tutti format {' '.join(DRIVES)} --for-server" in said
+    label = f"# tutti format {' '.join(DRIVES)} --for-server"
+    assert f"# Label each device once before the first start; this erases it:\n{label}" in said
     assert "(NUMA node" not in said, "of drives that are not in this machine"
     assert main([*words, "--json", "--", "--tp-size=4", "--nnodes", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["dealt"] == [DRIVES[:2], DRIVES[2:]]

@@ -361,7 +361,7 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     parse_options(config, HICACHE)
     assert "not checked" in note
     assert "capacity: 1 GiB (1073741824 bytes)" in note
-    assert "--admin-api-key" in note, "who reaches the port could clear the storage"
+    assert "append `--admin-api-key KEY` to this command" in note
     assert "--enable-cache-report" in words
     assert main([*arguments, "--", "--admin-api-key", "k"]) == 0
     assert "everyone who reaches" not in capsys.readouterr().out
@@ -412,7 +412,7 @@ def test_events_need_a_server_that_publishes(
     arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
     arguments += ["--mode", mode, "--option"]
     assert main([*arguments, "kv_events=true"]) == 2
-    assert "add -- --kv-events-config" in capsys.readouterr().err
+    assert "append `-- --kv-events-config JSON` to" in capsys.readouterr().err
     for more in (["--kv-events-config", "{}"], ["--kv-events-config={}"], ["--config", "c.yaml"]):
         assert main([*arguments, "kv_events=true", "--", *more]) == 0
     assert main([*arguments, "kv_events=false"]) == 0

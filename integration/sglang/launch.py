@@ -115,12 +115,26 @@ def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
 
 
 _STAGES = ("--pp-size", "--pipeline-parallel-size")
+#: Flags that the command sets itself, and its own option that changes each.
+_OWN = {
+    "--model-path": "--model",
+    "--model": "--model",
+    "--page-size": "--page-size",
+    "--hicache-mem-layout": "--layout",
+    "--hicache-io-backend": "--layout",
+    "--hicache-storage-backend": "",
+    "--hicache-storage-backend-extra-config": "--option",
+    "--unified-cache-external-linker-backend": "",
+    "--unified-cache-external-linker-config": "--option",
+}
 #: The flags that start each mode.
 _STARTS = {HICACHE: "--enable-hierarchical-cache", LINKER: "--enable-unified-cache-external-linker"}
 
 
-def check_together(mode: str, more: Sequence[str]) -> None:
-    """Raises ConfigError for arguments that SGLang parses and that do not go with the mode."""
+def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> None:
+    """Raises ConfigError for more arguments that do not go with the mode, or that contradict those
+    of `server_arguments`: SGLang takes the last value.
+    """
     given = [word for argument in more for word in argument.split("=", 1)]
     for other, flag in _STARTS.items():
         if other != mode and flag in given:
@@ -128,12 +142,17 @@ def check_together(mode: str, more: Sequence[str]) -> None:
                 f"{flag} starts the mode {other}, and one server runs one of them; "
                 f"leave it out, or pass --mode {other}"
             )
-    for flag, size in pairwise(given):
-        if mode == LINKER and flag in _STAGES and size != "1":
+    wanted = dict(pairwise(arguments))
+    wanted["--model"] = wanted["--model-path"]
+    for flag, value in pairwise(given):
+        if mode == LINKER and flag in _STAGES and value != "1":
             raise ConfigError(
-                f"{flag} {size}: SGLang 0.5.23 does not keep pipeline stages in step behind a "
+                f"{flag} {value}: SGLang 0.5.23 does not keep pipeline stages in step behind a "
                 "linker; leave it out, or use --mode hicache"
             )
+        if flag in _OWN and wanted.get(flag, value) != value:
+            own = f", and use {_OWN[flag]} before the `--`" if _OWN[flag] else ""
+            raise ConfigError(f"{flag} contradicts what this command sets; leave it out{own}")
 
 
 def installed_version() -> str:

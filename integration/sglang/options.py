@@ -215,6 +215,8 @@ def parse_options(
         if name not in table and name not in SGLANG_KEYS[mode]:
             near = get_close_matches(name, table, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(table)}"
+            if name in {option.name for option in (*OPTIONS, *LINKER_OPTIONS)}:
+                hint = f"it needs --mode {LINKER if mode == HICACHE else HICACHE}"
             raise ConfigError(f"unknown option {name!r} for Tutti's {mode}: {hint}")
     values = {}
     for name, option in table.items():

@@ -47,8 +47,8 @@ from tutti.pool.pool_format import is_labelled
 PAGE_SIZE = 64
 _MEMLOCK_WANTED_NBYTES = 64 * MiB
 _NO_ADMIN_KEY = (
-    "add -- --admin-api-key KEY: without it everyone who reaches the port can clear the storage, "
-    "and detaching it (DELETE) answers 400"
+    "without --admin-api-key everyone who reaches the port can clear the storage, and detaching it "
+    "(DELETE) answers 400; "
 )
 _RULE = (
     "ranks get equal shares of the files and devices, ordered by NUMA node, then as given; "
@@ -120,7 +120,7 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
         "--path",
         nargs="+",
         required=path_required,
-        default=["."],
+        default=None if path_required else ["."],
         help="folder on the SSD for the pools; several folders, files and devices are shared among"
         " the ranks (docs/sglang.md); or unix:SOCKET of `tutti serve`",
     )
@@ -147,12 +147,14 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     arguments = server_arguments(
         args.mode, args.model, options, page_size=args.page_size, layout=args.layout, own=own
     )
-    check_together(args.mode, args.more)
+    check_together(args.mode, arguments, args.more)
     passed = {word.split("=")[0] for word in args.more}
+    start = "" if args.more else "-- "
     if options.get("kv_events") and passed.isdisjoint(("--kv-events-config", "--config")):
         raise ConfigError(
             "kv_events adds to the events that SGLang publishes, and the server would not start "
-            "without them; add -- --kv-events-config JSON (docs/cluster.md)"
+            f"without them; append `{start}--kv-events-config JSON` to this command "
+            "(docs/cluster.md)"
         )
     arguments += args.more
     capacity = parse_nbytes(args.capacity)
@@ -169,7 +171,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     notes += [] if shares is None else _share_lines(shares)
     if "--admin-api-key" not in passed:
-        notes.append(_NO_ADMIN_KEY)
+        notes.append(f"{_NO_ADMIN_KEY}append `{start}--admin-api-key KEY` to this command")
     text += "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
     result = {"command": command, "environment": environment, "checked": checked, "note": note}
@@ -212,7 +214,7 @@ def _share_lines(shares: Shares) -> list[str]:
             lines.append(f"rank {rank} of a node: {named} for its KV pool")
     devices = [p.path for places in shares.dealt for p in places if p.kind is PlaceKind.DEVICE]
     if devices:
-        lines.append("devices are labelled once, and erased by that, before the first start:")
+        lines.append("Label each device once before the first start; this erases it:")
         lines.append(shlex.join(["tutti", "format", *devices, "--for-server"]))
     return lines
 
@@ -308,9 +310,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     else:
         text = f"{page_size} tokens"
         yield _either("page size", page_size >= 16, text, f"{text} make small objects; use 64")
-    yield CheckResult(
-        "admin key", "unknown", _NO_ADMIN_KEY.replace("add -- ", "start SGLang with ")
-    )
+    yield CheckResult("admin key", "unknown", f"{_NO_ADMIN_KEY}start SGLang with one")
     if mode == LINKER:
         yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
 
