@@ -14,6 +14,7 @@ from test_sglang_front_door import IDENTITY, SHAPE
 
 from tutti.base.units import MiB
 from tutti.cli import main
+from tutti.commands import members
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped
 from tutti.integration.sglang import rank_members
 from tutti.integration.sglang.identity import ParallelRank, layout_of, open_store
@@ -169,7 +170,10 @@ def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
             opened(path, None, LINKER, LINKER_OPTIONS, pin_share=0.25, pin_lookups=7)
 
 
-def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_shares(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "exists", lambda path: True)
     words = ["sglang", "command", "--model", "m", "--capacity", "1TiB", "--path", *DRIVES]
     assert main([*words, "/mnt/a", "--", "--tp", "2"]) == 0
     said = capsys.readouterr().out
@@ -188,6 +192,7 @@ def test_the_command_prints_the_shares(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_command_prints_the_rule_and_the_numa_nodes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(members, "exists", lambda path: True)
     nodes = dict(zip(DRIVES, (1, 0, 1, 0), strict=True))
     monkeypatch.setattr(
         rank_members, "place_of", lambda path: Place(path, PlaceKind.DEVICE, nodes[path])

@@ -348,7 +348,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
-    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
     assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
     line, _, note = capsys.readouterr().out.partition("\n")
     words = shlex.split(line)
@@ -381,7 +381,7 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
 def test_the_launch_command_refuses_wrong_options(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
     assert main([*arguments, "--option", option]) == 2
     assert option.split("=")[0] in capsys.readouterr().err
 
@@ -398,7 +398,7 @@ def test_the_launch_command_refuses_wrong_options(
 def test_the_launch_command_refuses_what_does_not_go_together(
     mode: str, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
     assert main([*arguments, "--mode", mode, "--", *more]) == 2
     assert says in capsys.readouterr().err
     assert main([*arguments, "--mode", "hicache", "--", "--pp-size", "2"]) == 0
@@ -409,7 +409,7 @@ def test_events_need_a_server_that_publishes(
     mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
-    arguments = ["sglang", "command", "--model", "m", "--path", "/p", "--capacity", "1GiB"]
+    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
     arguments += ["--mode", mode, "--option"]
     assert main([*arguments, "kv_events=true"]) == 2
     assert "append `-- --kv-events-config JSON` to" in capsys.readouterr().err

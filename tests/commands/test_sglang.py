@@ -2,13 +2,118 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tutti import cli
+from tutti import cli, store
+from tutti.commands import sglang
+from tutti.gio_uring import probe
+from tutti.medium.layout import KVLayout
 
+LAYOUT = KVLayout.mha(2, 1, 64, 32, "bfloat16", model="test-model")
 COMMAND = ["sglang", "command", "--model=m", "--capacity=1MiB"]
+DRIVE = "nvme:0000:99:00.0"
+
+
+def doctor(
+    capsys: pytest.CaptureFixture[str], what: str, *more: str | Path
+) -> list[tuple[str, str]]:
+    """(verdict, text) of each row of this name."""
+    cli.main(["sglang", "doctor", "--json", *map(str, more)])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return [(found["verdict"], found["text"]) for found in findings if found["what"] == what]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("text", "{}/text is neither a folder nor a pool; pass another path"),
+        ("zeros", "{}/zeros is neither a folder nor a pool; pass another path"),
+        ("text/pools", "{}/text is not a folder; pass one with --path"),
+        (DRIVE, f"{DRIVE} does not exist; correct the path"),
+        ("/dev/ng9n1", "/dev/ng9n1 does not exist; correct the path"),
+    ],
+)
+def test_the_command_refuses_paths_as_the_doctor_does(
+    name: str,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("hello\n")
+    Path("zeros").write_bytes(bytes(1 << 16))
+    assert cli.main([*COMMAND, "--path", name]) == 3
+    assert says.format(tmp_path) in capsys.readouterr().err
+    row = "path" if says.startswith("{}") else "device"
+    ((verdict, text),) = doctor(capsys, row, "--path", name)
+    assert verdict == "fails" and says.format(tmp_path) in text
+
+
+def test_the_command_takes_what_a_server_opens_or_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a pool of whose superblock the first copy was lost."""
+    store.format(tmp_path / "pool", LAYOUT, "16MiB")
+    shutil.copy(tmp_path / "pool", tmp_path / "torn")
+    with (tmp_path / "torn").open("r+b") as file:
+        file.write(bytes(4096))
+    for name in ("pool", "torn", "new", "new.tutti", "none/new.tutti", "none/of/these"):
+        assert cli.main([*COMMAND, "--path", str(tmp_path / name)]) == 0, capsys.readouterr().err
+
+
+def test_a_pool_is_room_for_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk; its neighbours' is not, and folders hold nothing beside files."""
+    store.format(tmp_path / "pool", LAYOUT, "16MiB")
+    monkeypatch.setattr(
+        sglang.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096)
+    )
+    words = ["--path", str(tmp_path / "pool"), str(tmp_path / "folder")]
+    assert cli.main([*COMMAND[:-1], "--capacity=8MiB", *words]) == 0
+    assert cli.main([*COMMAND[:-1], "--capacity=1GiB", *words]) == 3
+    assert "--capacity needs 1 GiB here; give less" in capsys.readouterr().err
+    assert cli.main([*COMMAND[:-1], "--capacity=8MiB", *words[:1], words[2]]) == 3
+
+
+def test_a_folder_of_a_drive_that_is_not_mounted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mnt/nvme/tutti"
+    monkeypatch.setattr(sglang.os.path, "ismount", lambda place: str(place) == "/")
+    ((verdict, text),) = doctor(capsys, "path", "--path", path)
+    assert verdict == "unknown"
+    assert f"{path} does not exist, and would be made on the file system at / (" in text
+    assert "mount the drive first" in text
+    monkeypatch.setattr(sglang.os.path, "ismount", lambda place: str(place) == str(tmp_path))
+    ((verdict, text),) = doctor(capsys, "path", "--path", path)
+    assert verdict == "ok" and f"on the file system at {tmp_path} (" in text
+    path.mkdir(parents=True)
+    assert doctor(capsys, "path", "--path", path) == [("ok", str(path))]
+
+
+@pytest.mark.parametrize(
+    ("disk", "verdict"), [("sda, reported as rotational", "slow"), ("sda, solid state", "ok")]
+)
+def test_a_disk_that_is_reported_as_rotational(
+    disk: str,
+    verdict: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = probe.DirectFacts(str(tmp_path), "ext4", True, "", 0, 0)
+    monkeypatch.setattr(probe, "probe_direct", lambda path: facts)
+    monkeypatch.setattr(sglang, "machine_facts", lambda folder: {"disk": disk})
+    ((found, text),) = doctor(capsys, "disk", "--path", tmp_path)
+    assert found == verdict and (f"the disk is {disk}; choose" in text) == (found == "slow")
+    assert not doctor(capsys, "disk", "--path", DRIVE), "this folder's says nothing of a drive"
 
 
 @pytest.mark.parametrize(

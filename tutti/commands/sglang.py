@@ -13,10 +13,12 @@ from pathlib import Path
 from tutti.arguments import nbytes, nbytes_text, positive
 from tutti.base.terminal import table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
+from tutti.commands.members import check_exist, has_superblock
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import CapacityError, ConfigError, PoolNotFound, TuttiError, Unsupported
+from tutti.gio_uring import probe
+from tutti.gio_uring.drives.mounts import filesystem_of
 from tutti.gio_uring.named_drive import is_drive
-from tutti.gio_uring.probe import probe_machine
 from tutti.integration.sglang.identity import uses_agent
 from tutti.integration.sglang.launch import (
     IO_BACKENDS,
@@ -32,7 +34,7 @@ from tutti.integration.sglang.launch import (
 )
 from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, named_options
 from tutti.integration.sglang.rank_members import Shares, share
-from tutti.medium.superblock import SUPERBLOCK_MAGIC
+from tutti.machine import machine_facts
 from tutti.node.connect import connect
 from tutti.pool.places import (
     Place,
@@ -40,6 +42,7 @@ from tutti.pool.places import (
     check_distinct,
     existing_folder,
     exists,
+    is_device,
     place_of,
 )
 from tutti.pool.pool_format import is_labelled
@@ -55,8 +58,6 @@ _RULE = (
     "the GPUs' nodes are not considered"
 )
 _VOLATILE = ("tmpfs", "ramfs")
-#: What depends on a folder: of an agent's, its own machine's `tutti probe` shows it.
-_OF_THE_DISK = ("disk", "tier")
 
 _COMMAND = """\
 Prints the command that starts SGLang with Tutti and checks it with the installed SGLang.
@@ -160,9 +161,12 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     capacity = parse_nbytes(args.capacity)
     command = ["python", "-m", "sglang.launch_server", *arguments]
     ranks, nodes = ranks_and_nodes(args.more)
-    shares = None if uses_agent({"path": args.path}) else share(args.path, ranks)
-    if shares is not None and not any(shares.dealt):
-        _check_space(shares.folders, capacity // nodes)
+    shares = None
+    if not uses_agent({"path": args.path}):
+        found = _places(args.path, capacity // nodes, elsewhere=True)
+        if failed := next((each for each in found if each.verdict == "fails"), None):
+            raise (CapacityError if failed.what == "space" else PoolNotFound)(failed.text)
+        shares = share(args.path, ranks)
     checked, note = _check(arguments)
     environment = server_environment(args.mode)
     text = " ".join([*(f"{name}={value}" for name, value in environment.items()), ""])
@@ -176,28 +180,6 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
     result = {"command": command, "environment": environment, "checked": checked, "note": note}
     return CommandResult({**result, "notes": notes, "dealt": dealt}, text)
-
-
-def _check_space(folders: Sequence[str], capacity: int) -> None:
-    """Raises CapacityError where the disk is too small; a path of another machine passes."""
-    paths = [Path(folder).absolute() for folder in folders]
-    if not paths or not all(path.parent.exists() for path in paths):
-        return
-    disks = {os.stat(existing_folder(path)).st_dev: path for path in paths}
-    free = sum(_space(path)[0] for path in disks.values())
-    used = sum(_space(path)[1] for path in paths)
-    if capacity > free + used:
-        raise CapacityError(
-            f"{', '.join(folders)}: {format_nbytes(free)} free and {format_nbytes(used)} in pools, "
-            f"--capacity needs {format_nbytes(capacity)} here; give less, or another --path"
-        )
-
-
-def _space(path: Path) -> tuple[int, int]:
-    """Bytes free where ``path`` is or will be, and bytes of the pools below it."""
-    stat = os.statvfs(existing_folder(path))
-    used = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.tutti"))
-    return stat.f_bavail * stat.f_frsize, used
 
 
 def _share_lines(shares: Shares) -> list[str]:
@@ -226,12 +208,13 @@ def _place_text(place: Place) -> str:
 def run_doctor(args: argparse.Namespace) -> CommandResult:
     """Checks SGLang, the path and the machine."""
     findings = list(_sglang(args.mode, args.page_size))
-    if uses_agent({"path": args.path}):
-        findings.append(_agent(args.path[0]))
-        machine = _machine(Path("."), args.mode, with_drive=False)
-        findings += [f for f in machine if f.what not in _OF_THE_DISK]
-    else:
-        findings += _storage(args.path, args.capacity, args.mode)
+    is_agents = uses_agent({"path": args.path})
+    findings += [_agent(args.path[0])] if is_agents else _storage(args.path, args.capacity)
+    files = [path for path in args.path if not (is_agents or is_device(path))]
+    folder, with_drive = existing_folder(files[0] if files else "."), any(map(is_drive, args.path))
+    machine = _machine(folder, args.mode, with_drive=with_drive)
+    findings += [finding for finding in machine if files or finding.what != "disk"]
+    findings += [finding for file in files for finding in _pools(Path(file).absolute())]
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
     return CommandResult(
@@ -254,25 +237,37 @@ def _agent(path: str) -> CheckResult:
     return CheckResult("agent", "ok", f"answers; {free} of {capacity} slots of its pool are free")
 
 
-def _storage(paths: list[str], capacity: int, mode: str) -> Iterator[CheckResult]:
-    """Folders, files and devices, and the machine around them."""
-    try:
-        check_distinct(paths)
+def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
+    """Folders, files and devices."""
+    try:  # the absence of a device is reported once
+        check_distinct([path for path in paths if exists(path) or not is_device(path)])
     except TuttiError as error:
         yield CheckResult("path", "fails", str(error))
+    yield from _places(paths, capacity)
+
+
+def _places(paths: Sequence[str], capacity: int, elsewhere: bool = False) -> Iterator[CheckResult]:
+    """Whether the paths can be used, and have room.
+
+    elsewhere: perhaps on another machine, so what would be in a missing folder is not checked.
+    """
     places = [place_of(path) for path in paths]
-    folders = [Path(p.path).absolute() for p in places if p.kind is PlaceKind.FOLDER]
-    files = [Path(p.path).absolute() for p in places if p.kind is PlaceKind.FILE]
-    for folder in [*folders, *(file.parent for file in files)]:
-        yield from _place(folder, capacity // len(paths))
-    yield from map(_pool_file, files)
-    yield from _one_disk(folders)
-    yield from (_device(place) for place in places if place.kind is PlaceKind.DEVICE)
-    with_drive = any(is_drive(place.path) for place in places)
-    folder = existing_folder(folders[0] if folders else Path("."))
-    yield from _machine(folder, mode, with_drive=with_drive)
-    for folder in folders:
-        yield from _pools(folder)
+    # Files and devices, where there are any, hold the KV pools, and folders the other pools.
+    holding = [place for place in places if place.kind is not PlaceKind.FOLDER] or places
+    disks: dict[int, list[Place]] = {}
+    for place in places:
+        if place.kind is PlaceKind.DEVICE:
+            yield _device(place)
+        elif not elsewhere or Path(place.path).absolute().parent.exists():
+            yield _place(place.path)
+            disks.setdefault(os.stat(existing_folder(place.path)).st_dev, []).append(place)
+    for on_disk in disks.values():
+        wanted = capacity * sum(place in holding for place in on_disk) // len(holding)
+        yield _space([place.path for place in on_disk], wanted)
+        folders = [place.path for place in on_disk if place.kind is PlaceKind.FOLDER]
+        if len(folders) > 1:
+            text = f"{' and '.join(folders)} are on one file system; name one of them"
+            yield CheckResult("path", "slow", text)
 
 
 def _check(arguments: list[str]) -> tuple[bool, str]:
@@ -315,52 +310,47 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
         yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
 
 
-def _place(path: Path, capacity: int) -> Iterator[CheckResult]:
-    parent = existing_folder(path)
+def _place(name: str) -> CheckResult:
+    """A folder, there or to be made, or a file of a pool."""
+    path, folder = Path(name).absolute(), existing_folder(name)
     if file := next(filter(os.path.isfile, path.parents), None):
-        yield CheckResult("path", "fails", f"{file} is not a folder; pass one with --path")
-    elif os.access(parent, os.W_OK | os.X_OK):
-        yield CheckResult("path", "ok", str(path))
-    else:
-        yield CheckResult(
-            "path", "fails", f"{parent} is not writable; pass another folder, or change its owner"
-        )
-    free, used = _space(path)
-    text = f"{format_nbytes(free)} free"
-    if capacity > free + used:
-        text += f" and {format_nbytes(used)} in pools, {format_nbytes(capacity)} wanted; give less"
-        yield CheckResult("space", "fails", f"{text} --capacity")
-    else:
-        yield CheckResult("space", "ok", text)
+        return CheckResult("path", "fails", f"{file} is not a folder; pass one with --path")
+    text, verdict, is_there = str(path), "ok", exists(name)
+    is_file = is_there and not os.path.isdir(name)
+    if is_file and not (os.path.isfile(name) and has_superblock(name)):
+        text = f"{path} is neither a folder nor a pool; pass another path"
+        return CheckResult("path", "fails", text)
+    if not is_there:
+        mount = next(filter(os.path.ismount, (folder, *folder.parents)))
+        verdict = "unknown" if mount == Path("/") else "ok"
+        text = f"{path} does not exist, and would be made on the file system at {mount} "
+        text += f"({filesystem_of(folder)}); if a drive should be there, mount the drive first"
+    changed = path if is_file else folder
+    if not os.access(changed, os.W_OK if is_file else os.W_OK | os.X_OK):
+        verdict = "fails"
+        text = f"{changed} is not writable; pass another path, or change its owner"
+    return CheckResult("path", verdict, text)
 
 
-def _one_disk(folders: list[Path]) -> Iterator[CheckResult]:
-    """Folders on one file system, where two are not faster than one."""
-    seen: dict[int, Path] = {}
-    for folder in folders:
-        other = seen.setdefault(os.stat(existing_folder(folder)).st_dev, folder)
-        if other is not folder:
-            text = f"{folder} and {other} are on one file system; name one of them"
-            yield CheckResult("path", "slow", text)
-
-
-def _pool_file(file: Path) -> CheckResult:
-    if not file.exists():
-        return CheckResult("file", "ok", f"{file}, to be made")
-    with file.open("rb") as opened:
-        if opened.read(len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC:
-            return CheckResult("file", "ok", f"{file} holds a pool")
-    return CheckResult("file", "fails", f"{file} is neither a folder nor a pool; pass another path")
+def _space(paths: Sequence[str], wanted: int) -> CheckResult:
+    """Whether ``wanted`` bytes fit where these paths are, on one disk, beside other files there."""
+    stat = os.statvfs(existing_folder(paths[0]))
+    free = stat.f_bavail * stat.f_frsize
+    pools = [pool for name in paths for pool in (Path(name), *Path(name).glob("*/*.tutti"))]
+    used = sum(pool.stat().st_blocks * 512 for pool in pools if os.path.isfile(pool))
+    text = f"{', '.join(paths)}: {format_nbytes(free)} free"
+    if wanted <= free + used:
+        return CheckResult("space", "ok", text)
+    text += f" and {format_nbytes(used)} in pools, --capacity needs {format_nbytes(wanted)} here"
+    return CheckResult("space", "fails", f"{text}; give less, or another --path")
 
 
 def _device(place: Place) -> CheckResult:
     """Whether a device is labelled for a server, or has a pool that a server may open."""
-    if is_drive(place.path):
-        found = exists(place.path)
-        return CheckResult(
-            "device", "unknown" if found else "fails", f"{place.path}, see docs/vfio.md"
-        )
     try:
+        check_exist([place.path])
+        if is_drive(place.path):
+            return CheckResult("device", "unknown", f"{place.path}, see docs/vfio.md")
         if is_labelled(place.path):
             return CheckResult("device", "ok", f"{_place_text(place)}, labelled for a server")
         text = f"{place.path} is not labelled; if `{shlex.join(['tutti', 'info', place.path])}`"
@@ -376,7 +366,7 @@ def _either(what: str, is_ok: bool, text: str, otherwise: str) -> CheckResult:
 
 def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResult]:
     try:
-        machine = probe_machine(str(folder))
+        machine = probe.probe_machine(str(folder))
     except Unsupported as error:  # a folder that cannot be written, for instance
         yield CheckResult("machine", "unknown", str(error))
         return
@@ -389,8 +379,12 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
             "memory from SGLang; choose a folder on an SSD",
         )
     else:
+        disk, text = str(machine_facts(folder)["disk"]), f"direct I/O on {direct.filesystem}"
         without = f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe"
-        yield _either("disk", direct.direct, f"direct I/O on {direct.filesystem}", without)
+        if direct.direct:
+            without = f"{text}, but the disk is {disk}; choose a folder on an SSD, unless it is a "
+            without += "virtual disk"
+        yield _either("disk", direct.direct and "rotational" not in disk, text, without)
     yield _either("io_uring", uring.available, ", ".join(uring.features) or "works", uring.reason)
     if with_drive:  # files need no locked memory
         yield _either(
