@@ -117,6 +117,41 @@ def test_a_disk_that_is_reported_as_rotational(
 
 
 @pytest.mark.parametrize(
+    ("driver", "devices", "has_bindings", "verdict", "says"),
+    [
+        ("", (), True, "unknown", "not checked, as no GPU was found: no driver"),
+        ("13.0", ("H100",), False, "fails", "pip install -e '.[cuda]'"),
+        ("12.9", ("H100",), True, "fails", "is of CUDA 12.9; install one of CUDA 13.0 or newer"),
+        ("13.0", ("H100",), True, "ok", "is of CUDA 13.0, and cuda-bindings is installed"),
+    ],
+)
+def test_the_linker_needs_a_driver_and_its_bindings(
+    driver: str,
+    devices: tuple[str, ...],
+    has_bindings: bool,
+    verdict: str,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def imported(name: str) -> None:
+        assert name == "cuda.bindings.driver"
+        if not has_bindings:
+            raise ImportError(name)
+
+    facts = probe.CudaFacts(driver, devices, "" if devices else "no driver")
+    monkeypatch.setattr(probe, "probe_cuda", lambda: facts)
+    monkeypatch.setattr(sglang, "import_module", imported)
+    ((found, text),) = doctor(capsys, "cuda", "--mode=linker", "--path", tmp_path)
+    assert found == verdict and says in text
+    assert not doctor(capsys, "cuda", "--path", tmp_path), "HiCache's pool is in host memory"
+    for mode, warns in (("linker", verdict == "fails"), ("hicache", False)):
+        assert cli.main([*COMMAND, f"--mode={mode}", f"--path={tmp_path}"]) == 0
+        assert (f"warning: {text}" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
     ("mode", "more", "says"),
     [
         ("hicache", ["--page-size", "32"], "leave it out, and use --page-size before the `--`"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 from tutti.arguments import nbytes, nbytes_text, positive
@@ -53,6 +54,7 @@ _NO_ADMIN_KEY = (
     "without --admin-api-key everyone who reaches the port can clear the storage, and detaching it "
     "(DELETE) answers 400; "
 )
+_CUDA_MIN = (13, 0)
 _RULE = (
     "ranks get equal shares of the files and devices, ordered by NUMA node, then as given; "
     "the GPUs' nodes are not considered"
@@ -167,6 +169,8 @@ def run_command(args: argparse.Namespace) -> CommandResult:
         if failed := next((each for each in found if each.verdict == "fails"), None):
             raise (CapacityError if failed.what == "space" else PoolNotFound)(failed.text)
         shares = share(args.path, ranks)
+    if args.mode == LINKER and (cuda := _cuda(probe.probe_cuda())).verdict == "fails":
+        print(f"warning: {cuda.text}", file=sys.stderr)
     checked, note = _check(arguments)
     environment = server_environment(args.mode)
     text = " ".join([*(f"{name}={value}" for name, value in environment.items()), ""])
@@ -406,8 +410,25 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
             is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
             small = f"pinned, so not moved later; start SGLang with {unset} for large pages"
         yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
+    if mode == LINKER:
+        yield _cuda(machine.cuda)
     best = next((tier for tier in machine.tiers if tier.available), None)
     yield CheckResult("tier", "ok" if best else "unknown", best.name if best else "none")
+
+
+def _cuda(found: probe.CudaFacts) -> CheckResult:
+    """What the linker needs for pools in GPU memory."""
+    if not found.devices:
+        return CheckResult("cuda", "unknown", f"not checked, as no GPU was found: {found.reason}")
+    try:
+        import_module("cuda.bindings.driver")
+    except ImportError:
+        text = "cuda-bindings is not installed; in a clone of Tutti: pip install -e '.[cuda]'"
+        return CheckResult("cuda", "fails", text)
+    text = f"the NVIDIA driver is of CUDA {found.driver}"
+    if tuple(map(int, found.driver.split("."))) < _CUDA_MIN:
+        return CheckResult("cuda", "fails", f"{text}; install one of CUDA 13.0 or newer")
+    return CheckResult("cuda", "ok", f"{text}, and cuda-bindings is installed")
 
 
 def _pools(path: Path) -> Iterator[CheckResult]:
