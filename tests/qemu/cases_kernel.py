@@ -142,8 +142,9 @@ def test_a_pool_changes_its_size(place: str, tmp_path: Path) -> None:
             assert held(store) == KEYS
 
 
-@pytest.mark.parametrize("name", BENCHES)
-@pytest.mark.parametrize("place", ["generic", "block"])
+@pytest.mark.parametrize(
+    ("place", "name"), [*(("generic", name) for name in BENCHES), ("block", "bandwidth")]
+)
 def test_benches(place: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = places()[place]
     for path in paths:
