@@ -57,4 +57,6 @@ def blank_figure(columns: int) -> tuple[Any, Any] | None:
     figure = Figure(figsize=(min(7.0, 16 / max(1, columns)) * max(1, columns), 4.5))
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, max(1, columns), i + 1) for i in range(columns)]
+    for axis in axes:
+        axis.set_prop_cycle(color=COLOURS)
     return figure, axes

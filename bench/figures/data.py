@@ -21,7 +21,9 @@ RESULT = "result.json"
 
 RATE, BANDWIDTH, PREFIX, HIT_RATE, COST = "rate", "bandwidth", "prefix", "hit-rate", "cost"
 SHARE, BUBBLE, RESIDENCY = "share", "bubble", "residency"
-PUBLISHED = "published"
+PUBLISHED, FITTED = "published", "published (fitted)"
+#: Sources that are drawn as stars; fitted: the simulator was fitted to it.
+STARS = (PUBLISHED, FITTED)
 
 #: Columns of each figure; every one has these two.  source: one of SOURCES.  commit: of the code
 #: that simulated or measured the row.
@@ -53,7 +55,7 @@ COLUMNS = {
 COLUMNS[HIT_RATE] = COLUMNS[PREFIX]
 COLUMNS = {kind: (*columns, "commit") for kind, columns in COLUMNS.items()}
 KINDS = tuple(COLUMNS)
-SOURCES = ("measured", "simulated", "emulated", PUBLISHED)
+SOURCES = ("measured", "simulated", "emulated", *STARS)
 _TEXT = ("system", "source", "phase", "unstable", "partial", "commit")
 
 

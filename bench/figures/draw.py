@@ -13,12 +13,14 @@ from tutti.bench.figures.data import (
     BANDWIDTH,
     BUBBLE,
     COST,
+    FITTED,
     HIT_RATE,
     PREFIX,
     PUBLISHED,
     RATE,
     RESIDENCY,
     SHARE,
+    STARS,
     Row,
     number_of,
     value,
@@ -37,6 +39,8 @@ TITLES = {
 }
 _COLUMNS = {RATE: 2, RESIDENCY: 3}
 _MARKERS = "osD^vP*X"
+_DASHES = ("-", "-", "--", ":", "-.", "-", "--", ":")
+_STAR_LABELS = {PUBLISHED: "published, not used to fit", FITTED: "published, used to fit"}
 #: x, y, how far the bar goes down and up, and the row.
 _Point = tuple[float, float, tuple[float, float] | None, Row]
 
@@ -63,8 +67,10 @@ def draw(
         RESIDENCY: lambda: _residency(axes, rows),
     }
     drawers[kind]()
-    if any(row["source"] == PUBLISHED for row in rows):
-        axes[-1].plot([], [], "*", color="grey", mec="black", ms=10, label="published")
+    if _hollow(rows):
+        axes[-1].plot([], [], "o", color="grey", mfc="none", label="queue grows, or partial")
+    for source in sorted({row["source"] for row in rows} & set(STARS)):
+        axes[-1].plot([], [], label=_STAR_LABELS[source], **_star(source, "grey"))
     _legend(axes[-1])
     for axis in axes:
         axis.grid(alpha=0.3, linewidth=0.5)
@@ -83,7 +89,7 @@ def draw(
 
 def _label(rows: Sequence[Row]) -> str:
     """How the curves came about; published points are stars, which the legend names."""
-    made = sorted({row["source"] for row in rows} - {PUBLISHED}) or [PUBLISHED]
+    made = sorted({row["source"] for row in rows} - set(STARS)) or [PUBLISHED]
     if made == ["measured"] or "measured" not in made:
         return ", ".join(made)
     return f"partly {', '.join(s for s in made if s != 'measured')}: see the legend"
@@ -99,79 +105,64 @@ def _legend(axis: Any) -> None:
 
 def _systems(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows of each curve, in the order of the file; among several sources the name tells which."""
-    sources = {row["source"] for row in rows} - {PUBLISHED}
+    sources = {row["source"] for row in rows} - set(STARS)
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if row["source"] != PUBLISHED:
+        if row["source"] not in STARS:
             name = row["system"] + (f" ({row['source']})" if len(sources) > 1 else "")
             found.setdefault(name, []).append(row)
     return found
 
 
 def _stars(axis: Any, rows: Sequence[Row], x: Callable[[Row], float], column: str) -> None:
-    """Published points, in the colours of their systems."""
+    """Published points, in the colours of their systems; hollow if they were used to fit."""
     colours = {found[0]["system"]: i for i, found in enumerate(_systems(rows).values())}
     for row in rows:
-        if row["source"] == PUBLISHED and number_of(row, column) is not None:
+        if row["source"] in STARS and number_of(row, column) is not None:
             colour = COLOURS[colours.get(row["system"], 7) % len(COLOURS)]
-            axis.plot(
-                [x(row)], [value(row, column)], "*", color=colour, mec="black", ms=11, zorder=5
-            )
+            axis.plot([x(row)], [value(row, column)], zorder=5, **_star(row["source"], colour))
+
+
+def _star(source: str, colour: str) -> dict[str, Any]:
+    fill, edge = ("white", colour) if source == FITTED else (colour, "black")
+    return {"marker": "*", "linestyle": "", "ms": 12, "mfc": fill, "mec": edge, "mew": 1.2}
 
 
 def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
     for axis, name in zip(axes, ("ttft", "itl"), strict=True):
-        for number, (system, found) in enumerate(_systems(rows).items()):
-            _line(axis, system, number, found, "rate", name)
+        _lines(axis, rows, "rate", name)
         axis.set_xlabel("requests/s")
         axis.set_ylabel(f"mean {name.upper()}, ms")
         if any((number_of(row, f"{name}_ms") or 0.0) > 0 for row in rows):
             axis.set_yscale("log")
-    for axis in axes[:1]:
-        axis.axhline(slo_ms, color="black", linewidth=0.8, linestyle="--")
-        axis.annotate(
-            f"limit, {slo_ms:g} ms",
-            (0.01, slo_ms),
-            fontsize=8,
-            va="bottom",
-            xycoords=("axes fraction", "data"),
-        )
-    # The legend is that of the last axis, which may have no curve.
-    for number, system in enumerate(_systems(rows)):
-        if system not in axes[-1].get_legend_handles_labels()[1]:
-            axes[-1].plot([], [], label=system, **_style(number))
-    _hollow_entry(axes[-1], rows)
-
-
-def _hollow_entry(axis: Any, rows: Sequence[Row]) -> None:
-    if _hollow(rows):
-        axis.plot([], [], "o", color="grey", mfc="none", label="queue grows, or partial")
+    axes[0].axhline(slo_ms, color="black", linewidth=0.8, linestyle="--")
+    place = {"va": "bottom", "xycoords": ("axes fraction", "data")}
+    axes[0].annotate(f"limit, {slo_ms:g} ms", (0.01, slo_ms), fontsize=8, **place)
 
 
 def _hollow(rows: Sequence[Row]) -> bool:
     return any("yes" in (row.get("unstable"), row.get("partial")) for row in rows)
 
 
-def _line(axis: Any, system: str, number: int, rows: Sequence[Row], x: str, name: str) -> None:
-    """A curve with its intervals as bars."""
-    points = []
-    for row in rows:
-        mean = number_of(row, f"{name}_ms")
-        if mean is not None:
-            low, high = (_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high"))
-            # A logarithmic axis ends above 0, where an interval of few runs may not.
-            bar = None if low == high else (min(mean * 0.9, mean - low), high - mean)
-            points.append((value(row, x), mean, bar, row))
-    _curve(axis, system, number, points)
+def _lines(axis: Any, rows: Sequence[Row], x: str, name: str) -> None:
+    """A curve of each system with its intervals as bars.  x: a column, or empty for hit rates."""
+    for number, (system, found) in enumerate(_systems(rows).items()):
+        points: list[_Point] = []
+        for row in found:
+            mean = number_of(row, f"{name}_ms")
+            if mean is not None:
+                low, high = (_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high"))
+                # A logarithmic axis ends above 0, where an interval of few runs may not.
+                bar = None if low == high else (min(mean * 0.9, mean - low), high - mean)
+                points.append((value(row, x) if x else hit_share(row), mean, bar, row))
+        _curve(axis, system, number, points)
 
 
-def _curve(axis: Any, system: str, number: int, points: list[_Point], size: float = 5) -> None:
-    """Points that mean little are hollow and have no bars."""
-    if not points:
-        return
+def _curve(axis: Any, system: str, number: int, points: list[_Point]) -> None:
+    """Points that mean little are hollow and have no bars.  Without any, the legend has it."""
     style = _style(number)
     points = sorted(points, key=lambda point: point[0])
-    axis.plot([p[0] for p in points], [p[1] for p in points], color=style["color"], linewidth=1.2)
+    axis.plot([p[0] for p in points], [p[1] for p in points], **style | {"marker": ""})
     axis.plot([], [], label=system, **style)
     for place, middle, bar, row in points:
         hollow = _hollow([row])
@@ -184,12 +175,16 @@ def _curve(axis: Any, system: str, number: int, points: list[_Point], size: floa
             mfc="none" if hollow else style["color"],
             capsize=2,
             elinewidth=0.8,
-            markersize=size,
+            markersize=style["markersize"],
         )
 
 
-def _style(number: int) -> dict[str, str]:
-    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+def _style(number: int) -> dict[str, Any]:
+    """Of a curve: thinner than those below it and with gaps, so that curves that coincide show."""
+    place = number % len(COLOURS)
+    width = max(1.2, 3.6 - 0.6 * place)
+    style = {"linewidth": width, "markersize": 3.5 + 1.5 * width, "linestyle": _DASHES[place]}
+    return style | {"color": COLOURS[place], "marker": _MARKERS[place]}
 
 
 def _or(row: Row, column: str, default: float) -> float:
@@ -205,7 +200,7 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
             if points:
                 places, speeds = zip(*points, strict=True)
                 label = f"{system}, {phase}"
-                axis.plot(places, speeds, style, label=label, **_style(number))
+                axis.plot(places, speeds, label=label, **_style(number) | {"linestyle": style})
     _stars(axis, rows, lambda row: value(row, "tokens"), "gb_per_s")
     axis.set_xscale("log", base=2)
     ticks = sorted({value(row, "tokens") for row in rows})
@@ -228,8 +223,7 @@ def _short(tokens: float) -> str:
 
 
 def _prefix(axis: Any, rows: Sequence[Row]) -> None:
-    for number, (system, found) in enumerate(_systems(rows).items()):
-        _line(axis, system, number, found, "prefix_tokens", "ttft")
+    _lines(axis, rows, "prefix_tokens", "ttft")
     _stars(axis, rows, lambda row: value(row, "prefix_tokens"), "ttft_ms")
     ticks = sorted({value(row, "prefix_tokens") for row in rows})
     axis.set_xticks(ticks, [_short(tokens) for tokens in ticks], rotation=45)
@@ -239,21 +233,25 @@ def _prefix(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for number, (system, found) in enumerate(_systems(rows).items()):
-        shares = [row | {"share": str(hit_share(row))} for row in found]
-        _line(axis, system, number, shares, "share", "ttft")
-        curves[system] = [
-            (value(row, "share"), value(row, "ttft_ms")) for row in shares if row["ttft_ms"]
-        ]
-    for (one, a), (other, b) in combinations(curves.items(), 2):
-        for place in crossings(a, b) if a and b else []:
+    _lines(axis, rows, "", "ttft")
+    for found in crossings_of(rows):
+        for place in found["hit_rates_percent"]:
             axis.axvline(place, color="grey", linewidth=0.8, linestyle=":")
-            label = f"{one} = {other}: {place:.1f} %"
+            label = f"{found['a']} = {found['b']}: {place:.1f} %"
             axis.annotate(label, (place, axis.get_ylim()[1]), rotation=90, fontsize=7, va="top")
     axis.set_xlabel("hit rate, % of the prompt's tokens")
     axis.set_ylabel("TTFT, ms")
     axis.set_ylim(bottom=0)
+
+
+def crossings_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Two systems, and the hit rates at which their TTFT is the same."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for system, found in _systems(rows).items():
+        known = [row for row in found if number_of(row, "ttft_ms") is not None]
+        curves[system] = [(hit_share(row), value(row, "ttft_ms")) for row in known]
+    pairs = combinations([pair for pair in curves.items() if pair[1]], 2)
+    return [{"a": a, "b": b, "hit_rates_percent": crossings(x, y)} for (a, x), (b, y) in pairs]
 
 
 def hit_share(row: Row) -> float:
@@ -269,24 +267,22 @@ def _cost(axis: Any, rows: Sequence[Row], prices: Prices) -> None:
                 ends = interval_per_million(row, prices)
                 bar = ends and (max(0.0, cost - ends[0]), max(0.0, ends[1] - cost))
                 points.append((value(row, "rate"), cost, bar, row))
-        _curve(axis, system, number, points, 6)
+        _curve(axis, system, number, points)
     axis.set_xlabel("requests/s")
     axis.set_ylabel("$ for 10^6 tokens, prompts and answers")
     axis.set_ylim(bottom=0)
-    _hollow_entry(axis, rows)
 
 
 def _share(axis: Any, rows: Sequence[Row]) -> None:
-    systems = list(_systems(rows))
-    for number, found in enumerate(_systems(rows).values()):
-        row = found[0]
+    systems = _systems(rows)
+    for number, (row, *_) in enumerate(systems.values()):
         middle = value(row, "bubble_percent")
         ends = [_or(row, f"bubble_{end}_percent", middle) for end in ("low", "high")]
         error = [[max(0.0, middle - ends[0])], [max(0.0, ends[1] - middle)]]
         colour = COLOURS[number % len(COLOURS)]
         axis.bar([number], [middle], yerr=error, color=colour, capsize=4, width=0.6)
         axis.annotate(f"{middle:.1f}", (number, middle), fontsize=8, ha="right", va="bottom")
-    places = {found[0]["system"]: i for i, found in enumerate(_systems(rows).values())}
+    places = {found[0]["system"]: i for i, found in enumerate(systems.values())}
     known = [row for row in rows if row["system"] in places]
     _stars(axis, known, lambda row: float(places[row["system"]]), "bubble_percent")
     axis.set_xticks(range(len(systems)), systems, fontsize=8)
@@ -295,9 +291,7 @@ def _share(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _bubble(axis: Any, rows: Sequence[Row]) -> None:
-    for number, (system, found) in enumerate(_systems(rows).items()):
-        shares = [row | {"share": str(hit_share(row))} for row in found]
-        _line(axis, system, number, shares, "share", "bubble")
+    _lines(axis, rows, "", "bubble")
     _stars(axis, rows, hit_share, "bubble_ms")
     axis.set_xlabel("hit rate, % of the prompt's tokens")
     axis.set_ylabel("waiting of the GPU, ms")

@@ -9,15 +9,14 @@ reads under a memory limit.  paper: all figures of the papers, from a folder of 
 from __future__ import annotations
 
 import argparse
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tutti.arguments import positive
 from tutti.base.terminal import ProgressFactory, table
 from tutti.bench.figures import data
-from tutti.bench.figures.cost import Prices, crossings, per_million_tokens
-from tutti.bench.figures.draw import TITLES, draw, hit_share
+from tutti.bench.figures.cost import Prices, per_million_tokens
+from tutti.bench.figures.draw import TITLES, crossings_of, draw
 from tutti.bench.figures.paper import PaperFigure, draw_paper
 from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         "systems": list(dict.fromkeys(row["system"] for row in rows)),
         "sources": sorted({row["source"] for row in rows}),
         "files": files,
-        "crossings": _crossings(rows) if args.kind == data.HIT_RATE else [],
+        "crossings": crossings_of(rows) if args.kind == data.HIT_RATE else [],
         "cost": _costs(rows, prices) if args.kind == data.COST else [],
     }
 
@@ -140,18 +139,6 @@ def _machine(text: str) -> tuple[str, dict[str, float]]:
     except ValueError as error:
         raise ConfigError(f"--machine {text!r}: write SYSTEM:GPUS,DRAM_GB,SSD_GB") from error
     return name, {"gpus": gpus, "dram_gb": dram_gb, "ssd_gb": ssd_gb}
-
-
-def _crossings(rows: list[data.Row]) -> list[dict[str, Any]]:
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if data.number_of(row, "ttft_ms") is not None:
-            point = (hit_share(row), data.value(row, "ttft_ms"))
-            curves.setdefault(row["system"], []).append(point)
-    return [
-        {"a": one, "b": other, "hit_rates_percent": crossings(a, b)}
-        for (one, a), (other, b) in combinations(curves.items(), 2)
-    ]
 
 
 def _costs(rows: list[data.Row], prices: Prices) -> list[dict[str, Any]]:

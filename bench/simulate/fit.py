@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tutti.bench.simulate.calibration import Calibration
-from tutti.bench.simulate.points import CONTEXT, PaperMachine, points, tokens_of
-from tutti.bench.simulate.settings import ASSUMED
+from tutti.bench.simulate.points import PaperMachine, points
 
 #: What is fitted, in this order: (kind of record, its name, value, least, most, points).
 FITTED: tuple[tuple[str, str, str, float, float, tuple[str, ...]], ...] = (
@@ -15,6 +14,10 @@ FITTED: tuple[tuple[str, str, str, float, float, tuple[str, ...]], ...] = (
     ("systems", "gds", "submit_read_us", 0.0, 1e3, ("retrieve gds",)),
     ("systems", "gds", "submit_write_us", 0.0, 1e3, ("store gds",)),
     ("systems", "dram", "submit_write_us", 0.0, 1e3, ("store dram",)),
+    *(
+        ("servers", name, "base_share", 0.0, 0.5, ("bubble share hbm 64K 0%",))
+        for name in ("vllm-0.12", "vllm-0.17")
+    ),
     ("servers", "vllm-0.12", "gpu_scale", 0.1, 10.0, ("prefix tutti-paper 112K",)),
     ("systems", "ssd", "submit_read_us", 0.0, 1e4, ("prefix ssd 112K",)),
     ("systems", "dram", "submit_read_us", 0.0, 1e3, ("prefix tutti-paper/dram 128K",)),
@@ -34,32 +37,26 @@ _ROUNDS = {"token_scale": 10}
 _ROUNDS_ELSE = 40
 
 
-def fit_loss(calibration: Calibration, names: Sequence[str]) -> float:
+def fit_loss(calibration: Calibration, names: Sequence[str], server: str = "") -> float:
     """The sum of squared errors of some points: relative, or of GDS in seconds.
+
+    server: whose points, where several have one of the name.
 
     A ratio to GDS is near 1 where both compute for long, and then tells little of GDS; the seconds
     that it stands for do.
     """
-    published = {point["name"]: point for point in points()}
-    machine = PaperMachine(calibration)
-    total = 0.0
-    for name in names:
-        point = published[name]
+    machine, total = PaperMachine(calibration), 0.0
+    for point in points():
+        name, value, of = point["name"], point["value"], point["server"]
+        if name not in names or point["use"] != "fit" or server not in ("", of):
+            continue
         if "/gds " in name:
-            total += _seconds_off(machine, name, point["server"], point["value"]) ** 2
+            kind, systems, length = name.split()
+            one_s, other_s = (machine.value(f"{kind} {s} {length}", of) for s in systems.split("/"))
+            total += (other_s - one_s / value) ** 2
         else:
-            total += (machine.value(name, point["server"]) / point["value"] - 1) ** 2
+            total += (machine.value(name, of) / value - 1) ** 2
     return total
-
-
-def _seconds_off(machine: PaperMachine, name: str, server: str, ratio: float) -> float:
-    _, systems, length = name.split()
-    machine.use(server, ASSUMED)
-    one_s, other_s = (
-        machine.alone(system, CONTEXT, tokens_of(length)).first_ns / 1e9
-        for system in systems.split("/")
-    )
-    return other_s - one_s / ratio
 
 
 def fit(calibration: Calibration) -> Calibration:
@@ -69,11 +66,11 @@ def fit(calibration: Calibration) -> Calibration:
     point has one minimum over its value.
     """
     for kind, name, value, low, high, names in FITTED:
-        place = (kind, name, value)
+        place, server = (kind, name, value), name if kind == "servers" else ""
         for _ in range(_ROUNDS.get(value, _ROUNDS_ELSE)):
             third = (high - low) / 3
-            below = fit_loss(calibration.with_value(*place, low + third), names)
-            above = fit_loss(calibration.with_value(*place, high - third), names)
+            below = fit_loss(calibration.with_value(*place, low + third), names, server)
+            above = fit_loss(calibration.with_value(*place, high - third), names, server)
             low, high = (low, high - third) if below <= above else (low + third, high)
         digits = 2 if value == "token_scale" else 4
         calibration = calibration.with_value(*place, round((low + high) / 2, digits))

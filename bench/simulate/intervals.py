@@ -1,6 +1,7 @@
 """Intervals of `tutti simulate`: each run again, with one setting changed that is not published.
 
-A trace has its order, length and answers of its own; a generated workload's are assumed.
+A trace has its order, length and answers of its own, and its arrivals unless a rate is given; a
+generated workload's are assumed.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ DRIVE_SHARES = ("medium_read_busy", "medium_write_busy")
 _OF_RUNS = (*SHARES, *DRIVE_SHARES, "backlog_pages_max")
 
 
-def settings_for(workload: str, chunk_tokens: int) -> tuple[Setting, ...]:
+def settings_for(workload: str, chunk_tokens: int, *, drawn: bool) -> tuple[Setting, ...]:
     """The settings that take a run of their own, as assumed first.
 
-    chunk_tokens: of the assumed server's steps.
+    chunk_tokens: of the assumed server's steps.  drawn: arrivals are, and not those of a trace.
     """
-    settings = (ASSUMED, LONGER_STEPS) if workload == MOONCAKE else SETTINGS
+    own = (ASSUMED, LONGER_STEPS) if workload == MOONCAKE else SETTINGS
     return tuple(
-        setting
-        for setting in settings
-        if setting != WITHOUT_FIRST and setting.chunk_tokens != chunk_tokens
+        one
+        for one in SETTINGS
+        if one != WITHOUT_FIRST and one.chunk_tokens != chunk_tokens
+        if (drawn if one.arrivals else one in own)
     )
 
 

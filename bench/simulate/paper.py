@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from tutti.bench.figures.data import (
     BUBBLE,
     COLUMNS,
     COST,
+    FITTED,
     PREFIX,
     PUBLISHED,
     RATE,
     SHARE,
+    STARS,
     Row,
     write_csv,
 )
@@ -38,6 +41,7 @@ NAMES = {
     "tutti": "Tutti with read-ahead",
 }
 _RATES = {"leval": (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), "loogle": (0.2, 0.3, 0.4, 0.5, 0.6)}
+_STORES = ("dram", "ssd", "gds", "tutti-paper")
 _DRAM_GB, _SSD_GB = 256, 14_000
 
 
@@ -68,7 +72,7 @@ def write_paper(
 
 
 def _row(kind: str, values: dict[str, Any]) -> Row:
-    shown = values | ({"commit": ""} if values["source"] == PUBLISHED else {})
+    shown = values | ({"commit": ""} if values["source"] in STARS else {})
     shown["system"] = NAMES.get(shown["system"], shown["system"])
     return {c: "" if shown.get(c) is None else _text(shown[c]) for c in COLUMNS[kind]}
 
@@ -89,14 +93,15 @@ def _span(
     return {f"{name}{end}_{unit}": value for end, value in ends.items()}
 
 
-def _published(kind: str, server: str = "") -> list[tuple[list[str], float]]:
-    """(words of the name after its kind, value) of published points; not of ratios."""
+def _published(kind: str, name: str, server: str = "") -> list[tuple[list[str], dict[str, Any]]]:
+    """(words of the name after its kind, source and value by name) of points; not of ratios."""
     return [
-        (one["name"].split()[1:], one["value"])
+        (one["name"].split()[1:], {"source": source, name: one["value"]})
         for one in points()
         if one["name"].split()[0] == kind
         and server in ("", one["server"])
         and "/" not in one["name"]
+        for source in [FITTED if one["use"] == "fit" else PUBLISHED]
     ]
 
 
@@ -107,8 +112,8 @@ def _fig02(machine: PaperMachine) -> list[dict[str, Any]]:
         ask = partial(machine.bubble_percent, system, 64 * K, cached)
         rows.append({"system": system, **_span("bubble", "percent", machine, _NEW, ask)})
     rows += [
-        {"system": words[1], "source": PUBLISHED, "bubble_percent": value}
-        for words, value in _published("bubble", _NEW)
+        {"system": words[1], **point}
+        for words, point in _published("bubble", "bubble_percent", _NEW)
     ]
     return rows
 
@@ -116,35 +121,39 @@ def _fig02(machine: PaperMachine) -> list[dict[str, Any]]:
 def _fig08(machine: PaperMachine, name: str) -> list[dict[str, Any]]:
     """Intervals over settings; none where the queue grows."""
     rows = []
-    for system in ("hbm", "dram", "gds", "tutti-paper", "tutti"):
-        for rate in _RATES[name]:
-            runs = _varied(machine, name, system, rate)
-            run = runs[0]
-            row: dict[str, Any] = {"system": system, "rate": rate, "partial": "no"}
-            row["unstable"] = "yes" if run["unstable"] else "no"
-            for metric in ("ttft", "itl"):
-                values = [one[f"{metric}_ms"] for one in runs if not one["unstable"]] or [None]
-                row[f"{metric}_ms"] = run[f"{metric}_ms"]
-                row[f"{metric}_low_ms"] = min(values) if len(values) > 1 else None
-                row[f"{metric}_high_ms"] = max(values) if len(values) > 1 else None
-            rows.append(row)
+    for row, run, stable in _loaded(machine, name, ("hbm", "dram", "gds", "tutti-paper", "tutti")):
+        for metric in ("ttft", "itl"):
+            values = [one[f"{metric}_ms"] for one in stable] or [None]
+            row[f"{metric}_ms"] = run[f"{metric}_ms"]
+            row[f"{metric}_low_ms"] = min(values) if len(values) > 1 else None
+            row[f"{metric}_high_ms"] = max(values) if len(values) > 1 else None
+        rows.append(row)
     return rows
 
 
-def _varied(machine: PaperMachine, name: str, system: str, rate: float) -> list[dict[str, Any]]:
-    """Runs of a workload: as assumed first, and where no queue grows then, as varied."""
-    machine.use(_NEW)
-    runs = [machine.loaded(name, system, rate)]
-    for setting in () if runs[0]["unstable"] else SETTINGS[1:]:
-        machine.use(_NEW, setting)
-        runs.append(machine.loaded(name, system, rate))
-    return runs
+def _loaded(
+    machine: PaperMachine, name: str, systems: Iterable[str]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """(a row, its run as assumed, its runs without a growing queue) for each system and rate.
+
+    Where no queue grows as assumed, there is a run for each setting.
+    """
+    for system, rate in product(systems, _RATES[name]):
+        machine.use(_NEW)
+        runs = [machine.loaded(name, system, rate)]
+        unstable = runs[0]["unstable"]
+        for setting in () if unstable else SETTINGS[1:]:
+            machine.use(_NEW, setting)
+            runs.append(machine.loaded(name, system, rate))
+        row = {"system": system, "rate": rate, "partial": "no"}
+        row["unstable"] = "yes" if unstable else "no"
+        yield row, runs[0], [run for run in runs if not run["unstable"]]
 
 
 def _fig09(machine: PaperMachine, calibration: Calibration) -> list[dict[str, Any]]:
     machine.use(_OLD)
     rows: list[dict[str, Any]] = []
-    for system in ("dram", "ssd", "gds", "tutti-paper"):
+    for system in _STORES:
         times = machine.times(system)
         for tokens in (2**power * K for power in range(8)):
             nbytes = tokens * calibration.model.kv_nbytes_per_token
@@ -155,8 +164,8 @@ def _fig09(machine: PaperMachine, calibration: Calibration) -> list[dict[str, An
             ]
     for phase in ("retrieve", "store"):
         rows += [
-            {"system": w[0], "source": PUBLISHED, "phase": phase, "tokens": 128 * K, "gb_per_s": v}
-            for w, v in _published(phase)
+            {"system": words[0], "phase": phase, "tokens": 128 * K, **point}
+            for words, point in _published(phase, "gb_per_s")
         ]
     return rows
 
@@ -165,36 +174,32 @@ def _prefixes(
     machine: PaperMachine, total: int, prefixes: Iterable[int], model: ModelShape | None
 ) -> list[dict[str, Any]]:
     """One request; lengths in units of 1024 tokens."""
-    systems = ("dram", "ssd", "gds", "tutti-paper") if model is None else ("gds", "tutti-paper")
+    systems = _STORES if model is None else ("gds", "tutti-paper")
     rows: list[dict[str, Any]] = []
 
     def ttft_ms(system: str, prefix: int) -> float:
         return machine.alone(system, total * K, prefix * K, model).first_ns / 1e6
 
-    for system in systems:
-        for prefix in prefixes:
-            ask = partial(ttft_ms, system, prefix)
-            span = _span("ttft", "ms", machine, _OLD, ask)
-            lengths = {"prefix_tokens": prefix * K, "total_tokens": total * K}
-            rows.append({"system": system, **lengths, **span})
-    for words, seconds in _published("prefix" if model is None else "tp2"):
+    for system, prefix in product(systems, prefixes):
+        span = _span("ttft", "ms", machine, _OLD, partial(ttft_ms, system, prefix))
+        lengths = {"prefix_tokens": prefix * K, "total_tokens": total * K}
+        rows.append({"system": system, **lengths, **span})
+    for words, point in _published("prefix" if model is None else "tp2", "ttft_ms"):
         lengths = {"prefix_tokens": int(words[1][:-1]) * K, "total_tokens": total * K}
-        one = {"system": words[0], "source": PUBLISHED, "ttft_ms": 1e3 * seconds}
-        rows.append({**one, **lengths})
+        rows.append({"system": words[0], **lengths, **point, "ttft_ms": 1e3 * point["ttft_ms"]})
     return rows
 
 
 def _fig13(machine: PaperMachine) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for system in ("dram", "ssd", "gds", "tutti-paper"):
-        for hit in HITS:
-            span = _span("bubble", "ms", machine, _OLD, partial(machine.bubble_ms, system, hit))
-            lengths = {"prefix_tokens": round(32 * K * hit), "total_tokens": 32 * K}
-            rows.append({"system": system, **lengths, **span})
+    for system, hit in product(_STORES, HITS):
+        span = _span("bubble", "ms", machine, _OLD, partial(machine.bubble_ms, system, hit))
+        lengths = {"prefix_tokens": round(32 * K * hit), "total_tokens": 32 * K}
+        rows.append({"system": system, **lengths, **span})
     lengths = {"prefix_tokens": round(32 * K * 0.9375), "total_tokens": 32 * K}
     rows += [
-        {"system": words[0], "source": PUBLISHED, "bubble_ms": value, **lengths}
-        for words, value in _published("bubble")
+        {"system": words[0], **point, **lengths}
+        for words, point in _published("bubble", "bubble_ms")
         if words[-1] == "93.75%"
     ]
     return rows
@@ -203,25 +208,12 @@ def _fig13(machine: PaperMachine) -> list[dict[str, Any]]:
 def _fig14(machine: PaperMachine) -> list[dict[str, Any]]:
     rows = []
     names = ("input_tokens_per_s", "output_tokens_per_s")
-    for system in ("dram", "ssd", "gds", "tutti-paper"):
-        for rate in _RATES["loogle"]:
-            runs = _varied(machine, "loogle", system, rate)
-            run, stable = runs[0], [one for one in runs if not one["unstable"]]
-            tokens = {name: run[name] for name in names}
-            if stable:
-                served = [sum(one[name] for name in names) for one in stable]
-                tokens |= {"tokens_low_per_s": min(served), "tokens_high_per_s": max(served)}
-            on_ssd = system != "dram"
-            rows.append(
-                {
-                    "system": system,
-                    "rate": rate,
-                    "gpus": 1,
-                    **tokens,
-                    "partial": "no",
-                    "dram_gb": 0 if on_ssd else _DRAM_GB,
-                    "ssd_gb": _SSD_GB if on_ssd else 0,
-                    "unstable": "yes" if run["unstable"] else "no",
-                }
-            )
+    for row, run, stable in _loaded(machine, "loogle", _STORES):
+        tokens = {name: run[name] for name in names}
+        if stable:
+            served = [sum(one[name] for name in names) for one in stable]
+            tokens |= {"tokens_low_per_s": min(served), "tokens_high_per_s": max(served)}
+        on_ssd = row["system"] != "dram"
+        sizes = {"dram_gb": 0 if on_ssd else _DRAM_GB, "ssd_gb": _SSD_GB if on_ssd else 0}
+        rows.append({**row, **tokens, **sizes, "gpus": 1})
     return rows

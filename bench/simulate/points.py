@@ -32,7 +32,11 @@ HALF_GLM = ModelShape("glm-4-9b-1m, one of two", 40, 4.74e9, 2048, 40 * 1024, 9.
 
 
 def points() -> list[dict[str, Any]]:
-    """All published points: name, use, by, server, value, unit, source."""
+    """All published points: name, use, by, server, value, unit, source.
+
+    or: names of what else the source can mean, part of the interval.  with: which fitted value of
+    the same figure it contains.  accident: why its agreement means nothing.
+    """
     found: list[dict[str, Any]] = json.loads(POINTS.read_text())["points"]
     return found
 
@@ -79,8 +83,8 @@ class PaperMachine:
         makers: dict[str, Callable[[str], float]] = {
             "retrieve": lambda s: self._gb_per_s(s, write=False),
             "store": lambda s: self._gb_per_s(s, write=True),
-            "prefix": self._prefix,
-            "tp2": self._two_gpus,
+            "prefix": lambda text: self._alone_s(text, CONTEXT),
+            "tp2": lambda text: self._alone_s(text, 640 * K, HALF_GLM),
             "bubble": self._bubble,
             "recompute/ssd": self._recompute,
             "crossing": self._crossing,
@@ -100,23 +104,21 @@ class PaperMachine:
         taken_us = times.write_us(nbytes) if write else times.read_us(nbytes)
         return nbytes / taken_us / 1e3
 
-    def _prefix(self, text: str) -> float:
+    def _alone_s(self, text: str, total: int, model: ModelShape | None = None) -> float:
+        """Seconds to the first token, or the ratio of two systems'."""
         systems, length = text.split()
         found = [
-            self.alone(s, CONTEXT, tokens_of(length)).first_ns / 1e9 for s in systems.split("/")
+            self.alone(one, total, tokens_of(length), model).first_ns / 1e9
+            for one in systems.split("/")
         ]
         return found[0] / found[1] if len(found) == 2 else found[0]
-
-    def _two_gpus(self, text: str) -> float:
-        system, length = text.split()
-        return self.alone(system, 640 * K, tokens_of(length), HALF_GLM).first_ns / 1e9
 
     def _bubble(self, text: str) -> float:
         if text.startswith("share "):
             _, system, length, hit = text.split()
             return self.bubble_percent(system, tokens_of(length), _share(hit))
         system, _, hit = text.split()
-        hits = HITS if hit == "mean" else (_share(hit),)
+        hits = HITS if hit == "mean" else [_share(one) for one in hit.split(",")]
         return sum(self.bubble_ms(system, h) for h in hits) / len(hits)
 
     def bubble_ms(self, system: str, hit: float) -> float:
@@ -158,8 +160,9 @@ class PaperMachine:
         return settings.replayed_hits(self._calibration, tier, name, self._setting, effort)
 
     def _at_load(self, text: str, metric: str) -> float:
-        systems, name = text.split()
-        runs = [self.loaded(name, s, _AT[name]) for s in systems.split("/")]
+        systems, name, *rate = text.split()
+        at = float(rate[0]) if rate else _AT[name]
+        runs = [self.loaded(name, s, at) for s in systems.split("/")]
         if any(run["unstable"] for run in runs):
             raise Saturated
         return float(runs[0][metric] / runs[1][metric])
@@ -218,9 +221,10 @@ def residuals(
     for point in points():
         if use in ("", point["use"]) and (not only or point["name"].startswith(tuple(only))):
             values: list[float | None] = []
-            for setting in settings_of(point["name"], point["by"]):
+            asked = [(point["name"], one) for one in settings_of(point["name"], point["by"])]
+            for name, setting in asked + [(n, settings.ASSUMED) for n in point.get("or", ())]:
                 try:
-                    values.append(machine.value(point["name"], point["server"], setting))
+                    values.append(machine.value(name, point["server"], setting))
                 except Saturated:
                     values.append(None)
             found.append({**point, **_compared(values, point["value"])})

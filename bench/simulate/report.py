@@ -67,7 +67,9 @@ def system_of(row: dict[str, Any]) -> str:
 def point_rows(result: dict[str, Any]) -> list[list[object]]:
     return [
         [
-            *(point["name"], f"{point['use']}, {point['by']}", point["server"]),
+            point["name"],
+            f"{' with '.join(filter(None, (point['use'], point.get('with'))))}, {point['by']}",
+            point["server"],
             f"{point['value']:g} {point['unit']}",
             *_simulated_cells(point),
         ]
@@ -79,7 +81,8 @@ def _simulated_cells(point: dict[str, Any]) -> list[str]:
     if point["simulated"] is None:
         return ["queue grows", "", "not compared"]
     interval = f"{point['low']:.3g} to {point['high']:.3g}" if _varies(point) else "nothing to vary"
-    return [f"{point['simulated']:.3g}", interval, f"{point['error']:+.1%}"]
+    off = f"{point['error']:+.1%}{', by accident' if 'accident' in point else ''}"
+    return [f"{point['simulated']:.3g}", interval, off]
 
 
 def _varies(point: dict[str, Any]) -> bool:
@@ -136,14 +139,20 @@ def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
                 "saturated: nothing is compared"
             )
         elif known:
-            near = sum(error <= 0.1 for error in known)
+            near = [p for p in tested if p["error"] is not None and abs(p["error"]) <= 0.1]
+            apart = [p for p in near if "accident" in p]
+            ends = [(p["low"], p["high"], p["value"]) for p in near if p not in apart]
+            sure = sum(0.9 * value <= low <= high <= 1.1 * value for low, high, value in ends)
             spread = [p for p in tested if _varies(p)]
             notes.append(
                 f"by {by}: of {len(tested)} points that were not fitted {len(tested) - len(known)} "
-                f"are saturated; of the others {near} are within 10 %, the middle one is off by "
-                f"{known[len(known) // 2]:.1%}; unpublished settings change {len(spread)}"
+                f"are saturated; of the others {len(near)} are within 10 % as assumed, "
+                f"{len(apart)} of them by accident and {sure} in their whole interval; the "
+                f"middle one is off by {known[len(known) // 2]:.1%}; unpublished settings change "
+                f"{len(spread)}"
                 + (f", of which {sum(p['within'] for p in spread)} lie within" if spread else "")
             )
+            notes += [f"{p['name']}, by accident: {p['accident']}" for p in apart]
     return notes
 
 

@@ -91,7 +91,7 @@ def _add_cluster_arguments(group: argparse._ArgumentGroup) -> None:
     option("--seeds", 1, "number of seeds of the arrival times", positive)
     option("--warm N", 0, "requests that fill the caches first; they are not counted")
     what = "run once, with the assumed settings. Default: repeat with each unpublished setting "
-    what += "changed, to show intervals (six times as long; not for a trace)"
+    what += "changed, to show intervals (ten times as long; not for a trace)"
     option("--as-assumed", False, what)
     option("--unit-layers", 4, "layers per transfer", positive)
     option("--csv", None, "file for TTFT and ITL by rate", Path)
@@ -178,9 +178,10 @@ def _simulated(
     workload = build_workload(args)
     if not 0 <= args.warm < len(workload.prompts):
         raise ConfigError(f"--warm {args.warm} of {len(workload.prompts)} requests leaves nothing")
-    settings = settings_for(args.workload, calibration.server(args.software).chunk_tokens)
+    steps = calibration.server(args.software).chunk_tokens
+    settings = settings_for(args.workload, steps, drawn=bool(args.rates))
     settings = settings[:1] if args.as_assumed else settings
-    streams = zip(*(_streams(workload_for(args, s, workload), args) for s in settings), strict=True)
+    streams = zip(*(_streams(args, workload, s) for s in settings), strict=True)
     rows = []
     runs = list(itertools.product(all_times, args.routers, _remotes(args), streams))
     with progress("simulate", len(runs) * len(settings)) as bar:
@@ -240,12 +241,13 @@ def _times(
 
 
 def _streams(
-    workload: Workload, args: argparse.Namespace
+    args: argparse.Namespace, assumed: Workload, setting: Setting
 ) -> list[tuple[float | None, int, list[TraceRequest]]]:
     """(rate, seed, requests) of each run.  The same for every system."""
+    workload = workload_for(args, setting, assumed)
     if args.rates:
-        seeds = range(1, args.seeds + 1)
-        return [(r, s, arrivals(workload, r, s, args.warm)) for r in args.rates for s in seeds]
+        runs, more = itertools.product(args.rates, range(1, args.seeds + 1)), setting.arrivals
+        return [(r, s, arrivals(workload, r, s + more, args.warm)) for r, s in runs]
     times_ms = [p.arrival_ms for p in workload.prompts if p.arrival_ms is not None]
     if len(times_ms) < len(workload.prompts):
         raise ConfigError(f"{workload.name} has no times of its own; give --rates")

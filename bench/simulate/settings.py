@@ -37,7 +37,8 @@ class Setting:
     """One setting changed from what the calibration assumes.
 
     order: of requests; empty and 0 as assumed.  length: times the number of requests.  warm: share
-    of the first requests that is not counted.  answers: times the tokens of answers.
+    of the first requests that is not counted.  answers: times the tokens of answers.  arrivals:
+    added to the seed of the arrival times.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Setting:
     warm: float = 0.0
     answers: float = 1.0
     chunk_tokens: int = 0
+    arrivals: int = 0
 
     def steps_of(self, server: ServerParameters) -> ServerParameters:
         """The server with this setting's steps."""
@@ -66,6 +68,7 @@ SETTINGS = (
     HALF_AS_LONG,
     Setting("answers half as long", answers=0.5),
     Setting("answers twice as long", answers=2.0),
+    *(Setting(f"arrivals drawn again ({n})", arrivals=n) for n in range(1, 5)),
 )
 
 
@@ -137,7 +140,7 @@ def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting)
     """Serves a workload from empty stores: with full ones far more hits than is published."""
     requests = [
         replace(one, output_tokens=max(1, round(one.output_tokens * setting.answers)))
-        for one in arrivals(workload, rate, seed=1)
+        for one in arrivals(workload, rate, 1 + setting.arrivals)
     ]
     cluster = Cluster(times, ClusterShape(unit_layers=4))
     run = cluster.run(requests)

@@ -24,6 +24,8 @@ from tutti.bench.figures.data import (
     PREFIX,
     RATE,
     RESIDENCY,
+    SHARE,
+    STARS,
     Row,
     checked,
     read_csv,
@@ -31,6 +33,7 @@ from tutti.bench.figures.data import (
     write_csv,
 )
 from tutti.bench.figures.draw import by_length
+from tutti.bench.plots import COLOURS, blank_figure
 from tutti.errors import CapacityError, ConfigError
 
 
@@ -143,7 +146,7 @@ def test_what_is_not_measured_is_labelled(kind: str, word: str, tmp_path: Path) 
 def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
     result = run("paper", str(FIGURES), "--out", str(tmp_path))
-    assert set(result["sources"]) == {"measured", "simulated", "published"}
+    assert set(result["sources"]) == {"measured", "simulated", *STARS}
     for one in paper.FIGURES:
         csv = tmp_path / f"{one.name}.csv"
         assert csv.read_bytes() == (FIGURES / csv.name).read_bytes()
@@ -152,12 +155,42 @@ def test_one_command_draws_the_papers_figures_from_the_committed_csvs(tmp_path: 
         assert re.search(r"\((simulated|measured)\)", text), "the picture says how it was made"
         assert re.search(r"commit [0-9a-f]{12}\b", text), "and from which code"
         assert "round-robin" not in text, "the router is not part of a system's name"
-        assert (FIGURES / f"{one.name}.png").exists() and (FIGURES / f"{one.name}.svg").exists()
+        committed = (FIGURES / f"{one.name}.svg").read_text()
+        texts = [re.findall("<!-- (.*?) -->", svg) for svg in (text, committed)]
+        assert texts[0] == texts[1] and (FIGURES / f"{one.name}.png").exists()
     (tmp_path / "tutti-fig11.csv").unlink()
     with pytest.raises(ConfigError, match=r"lacks tutti-fig11 \(.csv\); `tutti simulate --paper`"):
         run("paper", str(tmp_path), "--out", str(tmp_path))
     with pytest.raises(ConfigError, match="is not a folder"):
         run("paper", str(tmp_path / "none"), "--out", str(tmp_path))
+
+
+def test_the_committed_pictures_are_of_the_committed_csvs_and_the_command() -> None:
+    for one in paper.FIGURES:
+        text = (FIGURES / f"{one.name}.svg").read_text()
+        assert f"<!-- {one.title} (" in text, "draw it with `tutti bench figures paper`"
+        commits = {row["commit"] for row in read_csv(FIGURES / f"{one.name}.csv", one.kind)} - {""}
+        assert f"<!-- commit {', '.join(sorted(commits))} -->" in text
+
+
+def test_stars_tell_what_was_used_to_fit(tmp_path: Path) -> None:
+    """Figure 11's are hollow, Figure 12's are not, and Figure 2 has both."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
+    figures_of = {"tutti-fig02": SHARE, "tutti-fig11": PREFIX, "tutti-fig12": PREFIX}
+    assert cli.main(["simulate", "--paper", str(tmp_path), "--only", *figures_of]) == 0
+    hollow, filled = "<!-- published, used to fit -->", "<!-- published, not used to fit -->"
+    for name, stars in zip(figures_of, ((True, True), (True, False), (False, True)), strict=True):
+        run(figures_of[name], str(tmp_path / f"{name}.csv"), "--out", str(tmp_path / "figure"))
+        text = picture_text(tmp_path, name)
+        assert (hollow in text, filled in text) == stars
+        edge, fill = COLOURS[3 if name == "tutti-fig11" else 0].lower(), "fill: #ffffff; stroke:"
+        assert (f"{fill} {edge}" in text) == stars[0], "hollow, in the colour of its system"
+
+
+def test_lines_without_a_colour_take_the_palettes() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed here")
+    canvas = blank_figure(1)
+    assert canvas and canvas[1][0].plot([0, 1], [0, 1])[0].get_color() == COLOURS[0]
 
 
 def test_the_measured_figure_is_of_the_measured_result(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_numbers_have_intervals_over_settings_that_nobody_publishes(
     code, result = simulated(capsys, *words, "--systems", "tutti", "--csv", str(csv))
     assert code == 0
     [row] = result["rows"]
-    assert row["settings"] == 1 + len(result["varied"]) == 6 and not row["settings_unstable"]
+    assert row["settings"] == 1 + len(result["varied"]) == 10 and not row["settings_unstable"]
     for name, (low, high) in row["intervals"].items():
         assumed = row[name] if name in row else row[name.rpartition("_")[0]][name.split("_")[-1]]
         assert low <= assumed <= high, name
@@ -83,12 +83,14 @@ def test_a_system_waits_for_whole_loads_or_for_layers_by_its_suffix(
 def test_a_trace_has_an_order_and_answers_of_its_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """And arrivals, unless a rate is given: then they are drawn again four times."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(r.to_json() for r in generate(Synthetic(requests=40))))
     words = ("--workload", "mooncake", "--data", str(trace), "--systems", "tutti")
     for software, settings in (("sglang", 2), ("vllm-0.17", 3)):  # sglang's steps are published
-        _, result = simulated(capsys, *words, "--software", software)
-        assert result["rows"][0]["settings"] == settings
+        for rates, drawn in ((), 0), (("--rates", "1"), 4):
+            _, result = simulated(capsys, *words, "--software", software, *rates)
+            assert result["rows"][0]["settings"] == settings + drawn
 
 
 def test_half_of_a_workload_must_outlast_the_warm_up() -> None:
