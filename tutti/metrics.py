@@ -247,7 +247,7 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
         stats: dict[str, Any] = store.stats()
     except TuttiError:
         return None
-    if "slots" not in stats:
+    if not stats.get("connected", 1):  # to the agent: these are older
         return None
     return {
         **stats.get("scheduler", {}),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from node.agents import LAYOUT, RunningAgent
 from store.pools import fill, some_keys
 from tutti.base.units import format_nbytes
 from tutti.cli import main
+from tutti.node.called_operations import OPERATIONS
 
 
 @pytest.fixture
@@ -80,6 +83,24 @@ def test_an_interval_shows_what_happened_in_it(
     assert max(map(len, (headings, *rows))) <= 120
     assert [row.split()[2] for row in rows] == ["100.0%"] * 2
     assert last == "2 intervals"
+
+
+def test_counters_that_take_longer_than_a_look_up(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = OPERATIONS["stats"]
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(1.2)
+        return read(*arguments)
+
+    agent.connect().close()  # which makes the pool
+    monkeypatch.setitem(OPERATIONS, "stats", late)  # type: ignore[arg-type]
+    assert main(["stat", f"unix:{agent.path}"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["used"].strip(), lines["clients"].strip()) == ("0.0%", "1")
+    found = doctor(capsys, f"unix:{agent.path}")
+    assert "slots of its pool are free" in found["agent"][1]
 
 
 def test_what_is_not_an_agent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

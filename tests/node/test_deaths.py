@@ -188,6 +188,7 @@ def test_while_the_agent_is_away_everything_misses(
             keys = some_keys(rng, 8)
             contents = fill(memory, range(8), rng)
             store.put(keys, np.arange(8)).wait(WAIT_S)
+            answered = store.stats()
             agent.kill()
             agent.communicate(timeout=WAIT_S)
             assert store.match(keys) == 0
@@ -201,7 +202,9 @@ def test_while_the_agent_is_away_everything_misses(
                 store.load(keys, np.arange(8, 16))
             with pytest.raises(AgentLost):
                 store.clear()
-            assert store.stats()["connected"] == 0
+            stats = store.stats()
+            assert (stats["connected"], stats["stored"]) == (0, 8), "the last answer's"
+            assert stats.keys() == answered.keys()
             agent = start_process(path, folder)
             wait_until(lambda: store.match(keys) == 8)
             store.load(keys, np.arange(8, 16)).wait(WAIT_S)

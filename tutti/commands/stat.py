@@ -30,6 +30,7 @@ _HEADINGS = (
     *("dropped", "evicted", "errors", "clients"),
 )
 _WIDTH = 9
+_ANSWER_S = 30.0  #: the counters of a large pool take longer than a look-up
 _TIER_STATES = {"closed": "works", "open": "paused", "half-open": "being tried", "off": "off"}
 
 
@@ -59,10 +60,10 @@ def stat(args: argparse.Namespace) -> CommandResult:
 
 
 def _totals(path: str, name: str) -> CommandResult:
-    with connect(path, pool=name, profile=None) as store:
+    with connect(path, pool=name, profile=None, lookup_timeout_s=_ANSWER_S) as store:
         stats = store.stats()
     lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
-    if "slots" in stats:
+    if stats["connected"]:
         written = format_nbytes(stats["written_today_nbytes"])
         lines.append(("written today", f"{written} since midnight UTC, or since the opening"))
         if amplification := stats["bytes_written_per_byte_stored"]:
@@ -88,7 +89,9 @@ def _watch(read: Any, interval_s: float, count: int | None) -> int:
         time.sleep(interval_s)
         now, now_s = read(), time.monotonic()
         print(_line(_row(before, now, now_s - before_s)), flush=True)
-        before, before_s, lines = now, now_s, lines + 1
+        lines += 1
+        if now["connected"]:
+            before, before_s = now, now_s
     return lines
 
 
@@ -101,7 +104,7 @@ def _nothing(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
     """One line; bandwidths only where an interval has a length."""
-    if "slots" not in now or "slots" not in before:
+    if not now["connected"]:
         return [time.strftime("%H:%M:%S"), "away", *[""] * (len(_HEADINGS) - 2)]
 
     def since(*names: str) -> int:

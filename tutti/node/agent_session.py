@@ -63,7 +63,8 @@ class AgentSession:
     """One session.  Thread-safe.
 
     path: the agent's socket.  hello: which pool.  on_lost: called once when the agent is lost, from
-    any thread.  Raises AgentLost, AgentRefused and what opening a pool raises.
+    any thread.  pool_stats: at the opening.  Raises AgentLost, AgentRefused and what opening a pool
+    raises.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class AgentSession:
             self.layout = KVLayout.from_json(welcome.layout)
             layers, segments, lba_nbytes, group_slots, groups = welcome.geometry
             self.geometry = Geometry(layers, tuple(segments), lba_nbytes, group_slots, groups)
+            self.pool_stats = self._reports.request(Call("stats"), open_timeout_s).value
             self.controller = FileController(files, lba_nbytes=lba_nbytes, executor=executor)
         except BaseException:
             self._reports.close()

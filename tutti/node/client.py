@@ -77,6 +77,7 @@ class NodeStore(Owned, Store):
         session = self._kept.need()
         self.layout = session.layout
         self.geometry = session.geometry
+        self._pool_stats = session.pool_stats
         welcome = session.welcome
         try:
             schedule = profile if isinstance(profile, Schedule) else None
@@ -223,9 +224,12 @@ class NodeStore(Owned, Store):
         )
 
     def stats(self) -> dict[str, Any]:
-        """See ObjectStore: the pool's, of all clients; and how this one is connected."""
+        """See ObjectStore: the pool's, of all clients; and how this one is connected.
+
+        While `connected` is 0, the pool's are those of the agent's last answer.
+        """
         mine: dict[str, Any] = {
-            "connected": int(self.connected),
+            "connected": 0,
             "reconnects": self._kept.reconnects,
             "missed_calls": self._missed,
             "lost_pages": self._writer.lost_pages,
@@ -238,9 +242,10 @@ class NodeStore(Owned, Store):
         if (session := self._kept.session) is not None:
             mine["request_nbytes_max"] = session.controller.request_nbytes_max
         with contextlib.suppress(AgentLost, AgentRefused):
-            pool = self.call("stats", self._lookup_timeout_s)
-            return {**pool, **mine, "dropped": pool["dropped"] + mine["dropped"]}
-        return mine
+            self._pool_stats = self.call("stats", self._lookup_timeout_s)
+            mine["connected"] = 1
+        mine["dropped"] += self._pool_stats["dropped"]
+        return {**self._pool_stats, **mine}
 
     @uninterrupted()
     def call(self, name: str, timeout_s: float | None = None, **arguments: Any) -> Any:
