@@ -27,7 +27,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.node import client
 from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
-from tutti.node.messages import Moved, MoveJob, PlanPut
+from tutti.node.messages import Moved, MoveJob, PlanLoad, PlanPut
 from tutti.transfers.loader import Loader
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
@@ -157,14 +157,15 @@ def test_a_session_that_ends_after_the_plan_of_a_load_is_a_miss(
         contents = fill(memory, range(4), rng)
         assert store.put(keys, range(4)).wait(WAIT_S).stored == 4
         session = store._kept.need()
-        plan = session.plan
+        request = session.request
 
         def planned(message: Any, timeout_s: float) -> Any:
-            answer = plan(message, timeout_s)
-            session.close(0.1)
+            answer = request(message, timeout_s)
+            if isinstance(message, PlanLoad):
+                session.close(0.1)
             return answer
 
-        monkeypatch.setattr(session, "plan", planned)
+        monkeypatch.setattr(session, "request", planned)
         with pytest.raises(KeyMissing):
             store.load(keys, range(4, 8))
         wait_until(lambda: store.match(keys) == 4)  # by a new session
@@ -418,8 +419,12 @@ def test_a_session_that_was_closed_is_not_lost(tmp_path: Path) -> None:
         wait_until(lambda: counters.sessions == 1 and not agent.agent.sessions)
         assert counters.lost == 0
         store = agent.connect()
-        store._kept.need().plan(PlanPut(bytes(16)), WAIT_S)  # and never reported
-        store.close(1.0)
+        session = store._kept.need()
+        plan = session.plan(PlanPut(bytes(16)), WAIT_S)
+        with pytest.raises(DeviceTimeout, match="close it again"):
+            store.close(0.1)  # before it is reported
+        session.give_up(plan.jobs)
+        store.close()
         wait_until(lambda: counters.sessions == 2 and not agent.agent.sessions)
         assert counters.lost == 1
 

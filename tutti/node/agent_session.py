@@ -292,7 +292,9 @@ class AgentSession:
             raise DeviceTimeout("the session is still being closed; close it again")
         try:
             with self._lock:
-                self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
+                is_quiet = self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
+            if not is_quiet:  # an engine that is closed now would keep the files open permanently
+                raise DeviceTimeout(f"transfers take longer than {timeout_s:g} s; close it again")
             self._release(timeout_s)
         finally:
             self.fail()

@@ -137,6 +137,7 @@ class KeptSession:
             if lost is not None and not self._closed:
                 self._retire(lost)
                 self._reconnect()
+            self._retire_late()
 
     def _is_lost(self) -> bool:
         return self.session is not None and self.session.lost
@@ -151,9 +152,16 @@ class KeptSession:
         with self._lock:
             self._retired = [each for each in self._retired if each is not session]
 
+    def _retire_late(self) -> None:
+        """Sessions whose transfers outlasted the first attempt: an agent waits for their files."""
+        for session in self._retired:
+            if session.wait_quiet(0.0):
+                self._retire(session)
+
     def _reconnect(self) -> None:
         pause_s = _RETRY_FIRST_S
         while not self._closed:
+            self._retire_late()
             try:
                 self._adopt(self._open())
                 return
