@@ -124,6 +124,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str], float] = {}
         self._seen: dict[str, float] = {}
+        self._session = -1  # the last one with an agent
         self._samples: dict[str, deque[tuple[int, float]]] = {
             direction: deque(maxlen=_SAMPLES_MAX) for direction in (LOAD, STORE)
         }
@@ -184,17 +185,17 @@ class Metrics:
 
         page_tokens: tokens of an object; 0 where an object is not a page.
         """
-        for source, name in _FROM_STORE.items():
-            self._count_up(name, float(stats[source]))
-        self._count_up("residency_moving_seconds", stats["residency_moving_ms"] / 1e3)
+        totals = {name: float(stats[source]) for source, name in _FROM_STORE.items()}
+        totals["residency_moving_seconds"] = stats["residency_moving_ms"] / 1e3
+        if stats.get("connected", 1):
+            self._count_up(totals, stats.get("reconnects"))
         self.level("written_today_bytes", int(stats["written_today_nbytes"]))
         amplification = float(stats["bytes_written_per_byte_stored"])
         self.level("bytes_written_per_byte_stored", amplification)
         self.level("page_cache_bytes", int(stats["page_cache_planned_nbytes"]))
         self.level("cross_overlaps", stats.get("gpu_cross_overlaps", 0))
         queue = stats.get("scheduler", {})
-        for name in ("deferred_pages", "forced_pages"):
-            self._count_up(name, queue.get(name, 0))
+        self._count_up({name: queue.get(name, 0) for name in ("deferred_pages", "forced_pages")})
         self.level("prediction_error", queue.get("prediction_error", 0.0))
         self.level("scheduling", SCHEDULING.get(stats.get("profile", OFF), 2))
         usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])
@@ -208,12 +209,25 @@ class Metrics:
         self.level("recovering", int(not stats["recovered"]))
         self.level("busy_objects", int(stats["busy_objects"]))
 
-    def _count_up(self, name: str, value: float) -> None:
-        """A counter has reached a value."""
+    def _count_up(self, totals: Mapping[str, float], session: int | None = None) -> None:
+        """Counters have reached values.
+
+        session: number of the session with an agent, whose totals began before the first one, and
+        begin again at 0 when it is restarted.
+        """
         with self._lock:  # another thread may come with newer numbers in between
-            before = self._seen.get(name, 0.0)
-            self._seen[name] = max(before, value)
-        self.count(name, value - before)
+            if session is not None and session != self._session:
+                if session < self._session:
+                    return
+                if self._session < 0:
+                    self._seen |= totals
+                elif any(value < self._seen[name] for name, value in totals.items()):
+                    self._seen |= dict.fromkeys(totals, 0.0)
+                self._session = session
+            grown = {name: value - self._seen.get(name, 0.0) for name, value in totals.items()}
+            self._seen |= {name: totals[name] for name, n in grown.items() if n > 0}
+        for name, n in grown.items():
+            self.count(name, n)
 
     def take_samples(self, direction: str) -> tuple[list[int], list[float]]:
         """Pages and GB/s of each batch since the last call."""
