@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from node.agents import LAYOUT, RunningAgent
+from waiting import wait_until
 
 from store.pools import fill, some_keys
 from tutti.base.units import format_nbytes
 from tutti.cli import main
+from tutti.errors import ChecksumMismatch
 from tutti.node.called_operations import OPERATIONS
 
 
@@ -83,6 +87,58 @@ def test_an_interval_shows_what_happened_in_it(
     assert max(map(len, (headings, *rows))) <= 120
     assert [row.split()[2] for row in rows] == ["100.0%"] * 2
     assert last == "2 intervals"
+
+
+def test_a_restart_of_the_agent_is_an_interval_from_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    rng, agents = np.random.default_rng(seed), [RunningAgent(tmp_path / "agent")]
+    path = agents[0].path
+    with agents[0].connect() as store:
+        fill(store.allocate_memory(4), range(4), rng)
+        store.put(some_keys(rng, 4), range(4)).wait(30)
+
+    def sleep(interval_s: float) -> None:
+        if len(agents) == 1:
+            agents[0].stop()
+            agents.append(RunningAgent(tmp_path / "agent"))
+            wait_until(lambda: bool(agents[1].agent.sessions))
+        time.sleep(interval_s)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic, strftime=time.strftime)
+    monkeypatch.setattr("tutti.commands.stat.time", clock)
+    try:
+        assert main(["stat", f"unix:{path}", "--watch", "0.5", "--count", "3"]) == 0
+    finally:
+        for agent in agents:
+            agent.stop()
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert "away" not in rows[-1]
+    assert not [row for row in rows if re.search(r"-\d", row)]
+
+
+def test_a_damaged_page_is_one_error(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    with agent.connect() as store:
+        memory, keys = store.allocate_memory(2), some_keys(rng, 1)
+        (content,) = fill(memory, [0], rng)
+        store.put(keys, [0]).wait(30)
+        (pool,) = agent.folder.glob("*.tutti")
+        at = pool.read_bytes().index(content[:4096])
+        with pool.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([content[0] ^ 1]))
+        with pytest.raises(ChecksumMismatch):
+            store.load(keys, [1]).wait(30)
+        wait_until(lambda: store.stats()["quarantined"] == 1)
+        assert main(["stat", f"unix:{agent.path}"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["errors"].strip() == "1"
 
 
 def test_counters_that_take_longer_than_a_look_up(

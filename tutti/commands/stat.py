@@ -29,6 +29,10 @@ _HEADINGS = (
     *("time", "used", "hits", "read GB/s", "write GB/s", "load p99", "store p99"),
     *("dropped", "evicted", "errors", "clients"),
 )
+_COUNTERS = (
+    *("looked_up", "hits", "bytes_read", "bytes_written"),
+    *("dropped", "evicted", "load_errors", "store_errors"),
+)
 _WIDTH = 9
 _ANSWER_S = 30.0  #: the counters of a large pool take longer than a look-up
 _TIER_STATES = {"closed": "works", "open": "paused", "half-open": "being tried", "off": "off"}
@@ -97,15 +101,16 @@ def _watch(read: Any, interval_s: float, count: int | None) -> int:
 
 def _nothing(stats: Mapping[str, Any]) -> dict[str, Any]:
     """The counters at the opening."""
-    empty = {**stats["load_latency"], "counts": [0] * len(stats["load_latency"]["counts"])}
-    counters = {name: 0 for name, value in stats.items() if isinstance(value, int)}
-    return {**counters, "slots": {}, "load_latency": empty, "store_latency": empty}
+    empty = {"counts": [0] * len(stats["load_latency"]["counts"])}
+    return {**dict.fromkeys(_COUNTERS, 0), "load_latency": empty, "store_latency": empty}
 
 
 def _row(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
     """One line; bandwidths only where an interval has a length."""
     if not now["connected"]:
         return [time.strftime("%H:%M:%S"), "away", *[""] * (len(_HEADINGS) - 2)]
+    if any(now[name] < before[name] for name in _COUNTERS):
+        before = _nothing(now)  # the agent was started again
 
     def since(*names: str) -> int:
         return sum(int(now[name]) - int(before[name]) for name in names)
@@ -122,8 +127,8 @@ def _row(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> l
         *(_p99(before, now, name) for name in ("load_latency", "store_latency")),
         str(since("dropped")),
         str(since("evicted")),
-        str(since("load_errors", "store_errors", "mismatches", "timeouts")),
-        str(now.get("sessions", 1)),
+        str(since("load_errors", "store_errors")),
+        str(now["sessions"]),
     ]
 
 
