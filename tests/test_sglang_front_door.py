@@ -250,8 +250,7 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
     line, _, note = capsys.readouterr().out.partition("\n")
     words = shlex.split(line)
-    allocation = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=2"  # of SGLang's host pool
-    assert words[:4] == [allocation, "python", "-m", "sglang.launch_server"]
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
     assert words[-2:] == ["--tp", "2"]
     config = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
     assert config["second_touch"] is True
@@ -263,10 +262,6 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert "--enable-cache-report" in words
     assert main([*arguments, "--", "--admin-api-key", "k"]) == 0
     assert "everyone who reaches" not in capsys.readouterr().out
-    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith("python -m"), "the operator has chosen"
-    monkeypatch.delenv("SGLANG_HUGEPAGE_SIZE")
     assert main([*arguments, "--mode", "linker"]) == 0
     words = shlex.split(capsys.readouterr().out.partition("\n")[0])
     config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
@@ -353,22 +348,38 @@ def test_locked_memory_is_asked_for_by_drives_alone(
         resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
 
 
-@pytest.mark.parametrize("chosen", ["", *HUGE])
-def test_a_host_pool_that_a_gpu_pins_gets_large_pages_by_the_environment_alone(
-    chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("transparent", "collapses", "gpus", "verdict"),
+    [
+        ("madvise", False, ("H100",), "ok"),
+        ("never", True, ("H100",), "slow"),  # pinned, so not moved later
+        ("never", True, (), "ok"),
+        ("missing", False, (), "slow"),
+    ],
+)
+def test_the_doctor_says_whether_a_host_pool_gets_large_pages(
+    transparent: str,
+    collapses: bool,
+    gpus: tuple[str, ...],
+    verdict: str,
+    capsys: Any,
+    monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(probe, "probe_cuda", lambda: probe.CudaFacts("13.0", ("H100",), ""))
+    def found(*more: str) -> list[dict[str, str]]:
+        main(["sglang", "doctor", "--path", ".", "--json", *more])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return [finding for finding in findings if finding["what"] == "host pool"]
+
+    facts = replace(probe.probe_memory(), transparent=transparent, collapses=collapses)
+    monkeypatch.setattr(probe, "probe_memory", lambda *_: facts)
+    monkeypatch.setattr(probe, "probe_cuda", lambda: probe.CudaFacts("13.0", gpus, ""))
     for name in HUGE:
         monkeypatch.delenv(name, raising=False)
-    if chosen:
-        monkeypatch.setenv(chosen, "2")
-    main(["sglang", "doctor", "--path", str(tmp_path), "--json"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    (found,) = [finding for finding in findings if finding["what"] == "host pool"]
-    assert found["verdict"] == ("ok" if chosen else "slow")
-    assert (f"start SGLang with {HUGE[0]}=2" in found["text"]) == (not chosen)
-    main(["sglang", "doctor", "--path", str(tmp_path), "--mode", "linker", "--json"])
-    assert "host pool" not in capsys.readouterr().out
+    assert [one["verdict"] for one in found()] == [verdict]
+    assert ("transparent_hugepage" in found()[0]["text"]) == (verdict == "slow")
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")  # reserved pages
+    assert [one["verdict"] for one in found()] == ["ok"]
+    assert not found("--mode", "linker")
 
 
 def test_the_doctor_finds_what_fails(

@@ -18,9 +18,11 @@ VERSIONS = ("0.5.23",)
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "tutti"
 
 _PACKAGE = "tutti.integration.sglang"
-#: SGLang's names of memory layouts, and the copy engine that each one works with.
+#: Names the storage in HiCache's extra config.
+STORAGE_CLASS = {"module_path": f"{_PACKAGE}.hicache", "class_name": "TuttiHiCacheStorage"}
 _PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"
 _PAGE_SIZE = "SGLANG_HUGEPAGE_SIZE"
+#: SGLang's names of memory layouts, and the copy engine that each one works with.
 IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct", "layer_first": "kernel"}
 
 
@@ -32,8 +34,7 @@ def extra_config(
     if mode == HICACHE:
         return {
             "backend_name": "tutti",
-            "module_path": f"{_PACKAGE}.hicache",
-            "class_name": "TuttiHiCacheStorage",
+            **STORAGE_CLASS,
             "interface_v1": 1,
             "hicache_storage_pass_prefix_keys": True,
             **options,
@@ -87,7 +88,8 @@ def server_arguments(
 def server_environment(mode: str) -> dict[str, str]:
     """Variables with which SGLang allocates its host pool on large pages, before it pins it.
 
-    Empty for a mode without a host pool, and where the environment has such a setting already.
+    The plugin sets them for Tutti alone.  Empty for a mode without a host pool, and where the
+    environment has such a setting already.
     """
     if mode != HICACHE or any(name in os.environ for name in (_PARALLEL_ALLOCATION, _PAGE_SIZE)):
         return {}

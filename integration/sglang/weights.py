@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang import kv_events, storages
+from tutti.integration.sglang import kv_events, large_pages, storages
 from tutti.integration.sglang.direct import control_requests, model_steps
 from tutti.integration.sglang.launch import VERSIONS, installed_version
 from tutti.integration.sglang.metrics import UNFLUSHED, level_all
@@ -77,7 +77,7 @@ _held: bool | None = None
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, flushes, steps, events and a linker's control.
+    """SGLang's plugin: hooks updates of weights, flushes, steps, events, host pools and control.
 
     Every server of the environment loads it, also one without Tutti: what it hooks in another
     version of SGLang may mean something else.
@@ -107,6 +107,7 @@ def activate() -> None:
     model_steps.activate()
     control_requests.activate()
     kv_events.activate()
+    large_pages.activate()
 
 
 def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

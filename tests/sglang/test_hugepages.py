@@ -1,13 +1,30 @@
-"""Hugepages below a host pool, with a stand-in for the kernel's madvise."""
+"""Hugepages below a host pool: as SGLang allocates it, and later, with a stand-in for madvise."""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
 import threading
+from pathlib import Path
+from typing import Any
 
+import host_pools as hp
 import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import (
+    ParallelContext,
+    RuntimeContext,
+    SpawnRanks,
+    create_context,
+    use_context,
+)
+from sglang.srt.server_args import ServerArgs
 
+from tutti.gio_uring.memory import hugepage_nbytes
+from tutti.integration.sglang import launch, weights
 from tutti.integration.sglang.host import host_pools as host_memory
+from tutti.integration.sglang.options import HICACHE
 
 HUGE = 2 << 20
 PAGES = 4096  # 8 GiB
@@ -99,3 +116,92 @@ def test_a_kernel_that_cannot_and_a_storage_that_closes_end_it(
     monkeypatch.setattr(host_memory, "_madvise", kernel.madvise)
     assert host_memory.advise_hugepages(RANGES, "collapse", stop) == ""
     assert not kernel.huge
+
+
+TUTTI = {
+    **launch.extra_config(HICACHE, {"path": ["/pools"], "capacity": "1GiB"}),
+}
+
+
+def dynamic(config: str) -> dict[str, str]:
+    """SGLang's flags for a storage of this extra config."""
+    return {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": config,
+    }
+
+
+#: SGLang's flags with which nothing of the allocation changes.
+UNTOUCHED: dict[str, dict[str, str]] = {
+    "no storage": {},
+    "a storage of SGLang's": {"hicache_storage_backend": "file"},
+    "another class": dynamic(json.dumps({**TUTTI, "class_name": "Other"})),
+    "the option off": dynamic(json.dumps({**TUTTI, "hugepages": "off"})),
+    "no JSON": dynamic("{"),
+}
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any server of this environment loads it."""
+    monkeypatch.setattr(weights.WATCH, "watched", weights.WATCH.watched)
+    load_plugins()
+    for name in ("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "SGLANG_HUGEPAGE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def host_pool(flags: dict[str, str]) -> Any:
+    """A pool of 24 MiB as a server with these flags allocates it."""
+    given: dict[str, Any] = {"model_path": "dummy", "device": "cpu", **flags}
+    args = ServerArgs(**given)
+    with use_context(create_context(args, role="test", ranks=SpawnRanks(world_rank=0))):
+        return hp.mha_pool("page_first", heads=64)
+
+
+def mapping_of(pool: Any) -> tuple[str, set[str]]:
+    """Permissions and flags (proc(5), smaps) of the memory that a pool lies on."""
+    address, permissions = pool.kv_buffer.data_ptr(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, *rest = line.split()
+        if not head.endswith(":"):
+            first, last = (int(end, 16) for end in head.split("-"))
+            permissions = rest[0] if first <= address < last else ""
+        elif permissions and head == "VmFlags:":
+            return permissions, set(rest)
+    raise AssertionError("the pool lies nowhere")
+
+
+@pytest.mark.parametrize("written", ["in the flag", "in a file"])
+def test_tuttis_host_pool_is_allocated_on_large_pages(
+    written: str, plugin: None, tmp_path: Path
+) -> None:
+    config = json.dumps(TUTTI)
+    if written == "in a file":
+        (tmp_path / "tutti.json").write_text(config)
+        config = f"@{tmp_path / 'tutti.json'}"
+    before = dict(os.environ)
+    pool = host_pool(dynamic(config))
+    assert os.environ == before
+    permissions, flags = mapping_of(pool)
+    assert (permissions, {"hg", "dc"} <= flags) == ("rw-p", True), flags
+    buffer = pool.kv_buffer
+    nbytes = buffer.numel() * buffer.element_size()
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert hugepage_nbytes([(buffer.data_ptr(), nbytes)]) >= nbytes // 2
+
+
+@pytest.mark.parametrize("case", UNTOUCHED)
+def test_other_host_pools_are_allocated_as_without_the_plugin(case: str, plugin: None) -> None:
+    permissions, flags = mapping_of(host_pool(UNTOUCHED[case]))
+    assert (permissions, "hg" in flags) == ("rw-s", False)
+
+
+def test_what_the_operator_has_set_stays(plugin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "0")
+    permissions, _ = mapping_of(host_pool(dynamic(json.dumps(TUTTI))))
+    assert permissions == "rw-s"
+
+
+def test_a_pool_without_a_server_is_allocated_as_without_the_plugin(plugin: None) -> None:
+    with use_context(RuntimeContext(parallel=ParallelContext())):  # another test may have one
+        assert mapping_of(hp.mha_pool("page_first"))[0] == "rw-s"

@@ -172,9 +172,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     if args.mode == LINKER and (cuda := _cuda(probe.probe_cuda())).verdict == "fails":
         print(f"warning: {cuda.text}", file=sys.stderr)
     checked, note = _check(arguments)
-    environment = server_environment(args.mode)
-    text = " ".join([*(f"{name}={value}" for name, value in environment.items()), ""])
-    text += shlex.join(command)
+    text = shlex.join(command)
     notes = [] if checked else [note]
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     notes += [] if shares is None else _share_lines(shares)
@@ -182,7 +180,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
         notes.append(f"{_NO_ADMIN_KEY}append `{start}--admin-api-key KEY` to this command")
     text += "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
-    result = {"command": command, "environment": environment, "checked": checked, "note": note}
+    result = {"command": command, "checked": checked, "note": note}
     return CommandResult({**result, "notes": notes, "dealt": dealt}, text)
 
 
@@ -403,13 +401,11 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
     backing = f"Tutti's buffers: {memory.backing}"
     yield _either("hugepages", memory.backing != "pages", backing, paged)
     if mode == HICACHE:
-        is_huge, huge = memory.collapses, "moved onto large pages once it is opened"
-        small = "on large pages only by the environment that `tutti sglang command` prints"
-        if machine.cuda.devices:
-            unset = " ".join(f"{name}={value}" for name, value in server_environment(mode).items())
-            is_huge, huge = not unset, "allocated on large pages, by SGLang's environment"
-            small = f"pinned, so not moved later; start SGLang with {unset} for large pages"
-        yield _either("host pool", is_huge, f"{huge} (see tutti:hugepage_bytes)", small)
+        is_advised = memory.transparent in ("always", "madvise") or not server_environment(mode)
+        is_moved = memory.collapses and not machine.cuda.devices  # a GPU's is pinned
+        huge = "on large pages, as far as memory is free (see tutti:hugepage_bytes)"
+        small = "on ordinary pages: write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
+        yield _either("host pool", is_advised or is_moved, huge, small)
     if mode == LINKER:
         yield _cuda(machine.cuda)
     best = next((tier for tier in machine.tiers if tier.available), None)
