@@ -42,13 +42,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of all samples of a pool and an agent."""
     agent: Any = SimpleNamespace(counters=AgentCounters(), sessions={})
     path = tmp_path_factory.mktemp("monitoring") / "pool.tutti"
-    config = tutti.StoreConfig(quotas=(Quota("team", 1 << 20),))
+    config = tutti.StoreConfig(quotas=(Quota("team", 1 << 20, 1 << 20),), write_budget="1GiB")
     with tutti.open(str(path), LAYOUT, "32MiB", config=config) as store:
         remote = {**dict.fromkeys(TIER_COUNTERS, 0), "state": "closed", "write_state": "closed"}
         served: Any = SimpleNamespace(
             stats=lambda: {**store.stats(), "remote": remote},
             layout=store.layout,
             config=store.config,
+            members=store.members,
             recovered=True,
         )
         collectors = (StoreCollector({"chat": served}), AgentCollector(agent))
@@ -130,6 +131,7 @@ FIRES = (
         ],
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "0 0 1 1")]),
+    ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "1 1")]),
 )
 #: The same alerts do not fire here.
 QUIET = (
@@ -143,6 +145,7 @@ QUIET = (
         ],
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "7 7 7 7")]),
+    ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "0 0")]),
 )
 
 

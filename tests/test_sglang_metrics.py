@@ -47,6 +47,17 @@ STATS = {
     "busy_objects": 2,
     "slots": {"quarantined": 1, "unproven": 3},
     "recovered": True,
+    "scheduler": {"slack_ns": 5e8, "loads_waiting": 2, "writes_waiting": 4},
+    "drives": [
+        {
+            "read_nbytes": 100 * number,
+            "written_nbytes": 10 * number,
+            **dict.fromkeys(("read_window_nbytes", "write_window_nbytes"), 1 << 20),
+            **dict.fromkeys(("read_nbytes_per_s", "write_nbytes_per_s"), 10**9),
+            **dict.fromkeys(("read_latency_us", "write_latency_us"), 250.0),
+        }
+        for number in (1, 2)
+    ],
 }
 
 
@@ -69,6 +80,13 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     assert (got["residency_moving_seconds"], got["page_cache_bytes"]) == (0.25, 8192)
     assert (got["usable_objects"], got["capacity_tokens"]) == (8, 512)
     assert (got["quarantined_slots"], got["unproven_objects"], got["recovering"]) == (1, 3, 0)
+    assert (got["slack_seconds"], got["waiting_loads"], got["waiting_writes"]) == (0.5, 2, 4)
+    assert got["service_threads"] == 2
+    moved = [got[f"drive_moved_bytes/{drive}/{way}"] for drive in "01" for way in ("read", "write")]
+    assert moved == [100, 10, 200, 20], "counted once"
+    assert got["drive_window_bytes/1/read"] == 1 << 20
+    assert got["drive_bytes_per_second/0/write"] == 10**9
+    assert got["drive_latency_seconds/0/read"] == pytest.approx(250e-6)
     metrics.from_store({**stats, "free_objects": 0})
     assert metrics.snapshot()["fullness"] == 1
     assert metrics.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])

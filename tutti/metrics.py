@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti import __version__
 from tutti.errors import ConfigError, TuttiError, Unsupported, system_message
-from tutti.profiles.at_open import OFF, SCHEDULING
+from tutti.store_numbers import DRIVES, NUMBERS, drive_numbers, numbers
 
 if TYPE_CHECKING:
     from tutti.interface import Store
@@ -35,60 +35,40 @@ except ImportError as _missing:
         "metrics need the package prometheus-client: pip install prometheus-client"
     ) from _missing
 
-#: Name without prefix: (key of ``store.stats()`` or of its "scheduler", meaning).  Prometheus
-#: appends _total.
-COUNTERS: Mapping[str, tuple[str, str]] = {
-    "lookups": ("lookups", "look-ups"),
-    "lookup_pages": ("looked_up", "pages that look-ups asked for"),
-    "hit_pages": ("hits", "pages that look-ups found"),
-    "stored_pages": ("stored", "pages stored"),
-    "present_pages": ("present", "pages offered that were in the pool already"),
-    "dropped_pages": ("dropped", "pages offered and not stored, for want of space or budget"),
-    "over_budget_pages": ("over_budget", "of these, pages beyond the budget of bytes written"),
-    "store_errors": ("store_errors", "pages that could not be stored"),
-    "loaded_pages": ("loaded", "pages loaded"),
-    "load_errors": ("load_errors", "pages that could not be loaded"),
-    "corrupt_objects": ("mismatches", "objects that a load found with a wrong digest"),
-    "evicted_objects": ("evicted", "objects evicted"),
-    "space_waits": ("space_waits", "batches of puts that waited until evicted slots were free"),
-    "early_evictions": ("evicted_too_early", "objects that were stored again after their eviction"),
-    "residency_switches": ("residency_switches", "groups that changed between direct and cached"),
-    "residency_moved_bytes": ("residency_moved_nbytes", "bytes of these groups"),
-    "residency_moving_seconds": ("residency_moving_s", "time that these changes took"),
-    "expired_objects": ("expired", "objects removed at the end of their time to live"),
-    "quarantined_objects": ("quarantined", "slots taken out of use"),
-    "deferred_pages": ("deferred_pages", "pages written later than they came: loads go first"),
-    "forced_pages": ("forced_pages", "pages written while loads waited: too old or too many"),
-    "read_bytes": ("bytes_read", "bytes read from the medium"),
-    "written_bytes": ("bytes_written", "bytes written to the medium: its wear"),
-    "deallocated_bytes": ("deallocated_nbytes", "bytes of removed objects that were given back"),
-    "commands": ("commands", "NVMe commands"),
-    "timeouts": ("timeouts", "commands that did not end in time"),
-    "missed_calls": ("missed_calls", "look-ups of a client that the agent did not answer"),
-    "lost_pages": ("lost_pages", "pages of a client's puts that the agent did not answer"),
-    "cpu_seconds": ("engine_cpu_s", "CPU time of the engine's threads"),
-}
-GAUGES: Mapping[str, tuple[str, str]] = {
-    "page_cache_bytes": ("page_cache_planned_nbytes", "bytes that go through the page cache"),
-    "cross_overlaps": ("gpu_cross_overlaps", "sizes and paths of loads copied to a GPU as a whole"),
-    "capacity_objects": ("capacity_objects", "objects that fit into the pool"),
-    "free_objects": ("free_objects", "slots that are free"),
-    "busy_objects": ("busy_objects", "objects that transfers or look-ups protect from eviction"),
-    "written_today_bytes": (
-        "written_today_nbytes",
-        "bytes written to the medium since midnight UTC, or the opening if that was later",
-    ),
-    "bytes_written_per_byte_stored": (
-        "bytes_written_per_byte_stored",
-        "write amplification, records and padding included; the drive's own is not",
-    ),
-    "scheduling": ("scheduling", "0 without, 1 by an estimated profile, 2 by a measured one"),
-    "prediction_error": ("prediction_error", "mean of |measured - expected| over expected times"),
-    "pinned_objects": ("pinned_objects", "objects that an operator pinned"),
+_FAMILIES: Mapping[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+#: Name without prefix: (type, key of `numbers`, meaning).  Prometheus appends _total to a counter.
+POOLS: Mapping[str, tuple[str, str, str]] = {
+    **NUMBERS,
+    "lookups": ("counter", "lookups", "look-ups"),
+    "lookup_pages": ("counter", "looked_up", "pages that look-ups asked for"),
+    "hit_pages": ("counter", "hits", "pages that look-ups found"),
+    "stored_pages": ("counter", "stored", "pages stored"),
+    "present_pages": ("counter", "present", "pages offered that were in the pool already"),
+    "dropped_pages": ("counter", "dropped", "pages offered and not stored: no room, no budget"),
+    "store_errors": ("counter", "store_errors", "pages that could not be stored"),
+    "loaded_pages": ("counter", "loaded", "pages loaded"),
+    "load_errors": ("counter", "load_errors", "pages that could not be loaded"),
+    "space_waits": ("counter", "space_waits", "batches of puts that waited for evicted slots"),
+    "early_evictions": ("counter", "evicted_too_early", "objects stored again after eviction"),
+    "expired_objects": ("counter", "expired", "objects removed at the end of their time to live"),
+    "quarantined_objects": ("counter", "quarantined", "slots taken out of use"),
+    "bubble_seconds": ("counter", "bubble_s", "time that layers waited for their loads"),
+    "read_bytes": ("counter", "bytes_read", "bytes read from the medium"),
+    "written_bytes": ("counter", "bytes_written", "bytes written to the medium: its wear"),
+    "commands": ("counter", "commands", "NVMe commands"),
+    "missed_calls": ("counter", "missed_calls", "a client's look-ups that got no answer"),
+    "lost_pages": ("counter", "lost_pages", "pages of a client's puts that got no answer"),
+    "capacity_objects": ("gauge", "capacity_objects", "objects that fit into the pool"),
+    "free_objects": ("gauge", "free_objects", "slots that are free"),
+    "write_budget_bytes": ("gauge", "write_budget_nbytes", "bytes a day that puts may write"),
+    "missing_members": ("gauge", "missing_members", "members that a degraded pool lacks"),
+    "pinned_objects": ("gauge", "pinned_objects", "objects that an operator pinned"),
 }
 #: Of namespaces with a quota: (key of one, type, meaning).
 NAMESPACES: Mapping[str, tuple[str, Any, str]] = {
     "bytes": ("used_nbytes", GaugeMetricFamily, "bytes of a namespace's objects"),
+    "quota_bytes": ("quota_nbytes", GaugeMetricFamily, "bytes that they may have, if limited"),
+    "write_budget_bytes": ("write_budget", GaugeMetricFamily, "bytes a day for it, if limited"),
     "written_bytes": ("written_nbytes", CounterMetricFamily, "bytes written for a namespace"),
     "evicted_objects": ("evicted", CounterMetricFamily, "objects evicted for its own quota"),
     "over_quota_pages": ("over_quota", CounterMetricFamily, "pages dropped for want of quota"),
@@ -142,18 +122,18 @@ class StoreCollector(Collector):
         recovered = GaugeMetricFamily(
             "tutti_recovered", "1 after recovery; look-ups miss before", labels=labels
         )
-        counters = {
-            name: CounterMetricFamily(f"tutti_{name}", meaning, labels=labels)
-            for name, (_, meaning) in COUNTERS.items()
-        }
-        gauges = {
-            name: GaugeMetricFamily(f"tutti_{name}", meaning, labels=labels)
-            for name, (_, meaning) in GAUGES.items()
+        pools = {
+            name: _FAMILIES[kind](f"tutti_{name}", meaning, labels=labels)
+            for name, (kind, _, meaning) in POOLS.items()
         }
         slots = GaugeMetricFamily("tutti_slots", "slots by state", labels=["pool", "state"])
         namespaces = {
             key: family(f"tutti_namespace_{name}", meaning, labels=["pool", "namespace"])
             for name, (key, family, meaning) in NAMESPACES.items()
+        }
+        drives = {
+            name: _FAMILIES[kind](f"tutti_{name}", meaning, labels=["pool", "drive", "direction"])
+            for name, (kind, meaning) in DRIVES.items()
         }
         remotes: dict[str, dict[str, Any]] = {}
         latency = HistogramMetricFamily(
@@ -166,17 +146,19 @@ class StoreCollector(Collector):
             up.add_metric([pool], float(stats is not None))
             if stats is None:
                 continue
-            info.add_metric([pool], _settings(store))
+            info.add_metric([pool], _settings(store, stats))
             recovered.add_metric([pool], float(store.recovered))
-            for families, names in ((counters, COUNTERS), (gauges, GAUGES)):
-                for name, (key, _) in names.items():
-                    if key in stats:
-                        families[name].add_metric([pool], float(stats[key]))
+            for name, (_, key, _) in POOLS.items():
+                if key in stats:
+                    pools[name].add_metric([pool], float(stats[key]))
             for state, count in stats["slots"].items():
                 slots.add_metric([pool, state], float(count))
             for namespace, counts in stats["namespaces"].items():
                 for key, family in namespaces.items():
-                    family.add_metric([pool, namespace], float(counts[key]))
+                    if counts[key] is not None:
+                        family.add_metric([pool, namespace], float(counts[key]))
+            for name, drive, direction, value in drive_numbers(stats):
+                drives[name].add_metric([pool, drive, direction], value)
             if remote := stats.get("remote"):
                 remotes[pool] = remote
             for direction, key in LATENCIES.items():
@@ -184,7 +166,8 @@ class StoreCollector(Collector):
                 latency.add_metric([pool, direction], buckets=buckets, sum_value=sum_s)
         yield from (info, up, recovered, slots, latency)
         yield from _second_tiers(remotes)
-        yield from (*counters.values(), *gauges.values(), *namespaces.values())
+        for families in (pools, namespaces, drives):
+            yield from families.values()
 
 
 class AgentCollector(Collector):
@@ -249,21 +232,22 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
         return None
     if not stats.get("connected", 1):  # to the agent: these are older
         return None
-    return {
-        **stats.get("scheduler", {}),
-        **stats,
-        "residency_moving_s": stats["residency_moving_ms"] / 1e3,
-        "scheduling": SCHEDULING.get(stats.get("profile", OFF), 2),
-    }
+    found = numbers(stats)
+    if (budget := store.config.write_budget_nbytes) is not None:
+        found["write_budget_nbytes"] = budget
+    if (members := getattr(store, "members", None)) is not None:  # not those of an agent's pool
+        found["missing_members"] = members.count - len(members.present)
+    return found
 
 
-def _settings(store: Any) -> dict[str, str]:
+def _settings(store: Any, stats: Mapping[str, Any]) -> dict[str, str]:
     return {
         "version": __version__,
         "model": str(store.layout.model),
         "page_size": str(store.layout.page_size),
         "verify": store.config.verify,
         "durability": store.config.durability,
+        "profile": str(stats["profile"]),
     }
 
 

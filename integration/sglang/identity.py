@@ -27,7 +27,7 @@ from tutti.interface import Store
 from tutti.medium.layout import ITEMSIZE_NBYTES, KVLayout
 from tutti.node.connect import connect, speeds_of
 from tutti.pool.places import exists, is_device, make_folder_of, pool_file
-from tutti.profiles.at_open import AUTO
+from tutti.profiles.at_open import AUTO, OFF
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.store import open as open_pool
@@ -282,15 +282,19 @@ def _open(
 
 def facts_of(store: Store, path: str) -> dict[str, str]:
     """What an open pool was opened with; executor "agent" where another process has it open."""
-    executor = "agent"
+    executor, missing, config = "agent", 0, store.config
     if isinstance(store, ObjectStore):
         executor = getattr(store.controller, "executor_name", type(store.controller).__name__)
+        missing = store.members.count - len(store.members.present)
     return {
         "version": __version__,
         "path": path,
         "executor": executor,
-        "verify": store.config.verify,
-        "durability": store.config.durability,
+        "verify": config.verify,
+        "durability": config.durability,
+        "profile": OFF if config.schedule is None else config.schedule.source,
+        "missing_members": str(missing),
+        "write_budget_bytes": str(config.write_budget_nbytes or 0),
     }
 
 

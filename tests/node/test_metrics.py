@@ -27,6 +27,7 @@ from tutti.metrics import StoreCollector, published
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import LoadKnown
 from tutti.scheduler.policy import Limits
+from tutti.transfers.put_limits import Quota
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -91,6 +92,8 @@ def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
         ("tutti_agent_open_sessions", 1),
     ):
         assert total(samples, name) == value, name
+    assert total(samples, "tutti_service_threads") >= 1
+    assert total(samples, "tutti_drive_moved_bytes_total", drive="0", direction="write") > 0
     for direction in ("load", "store"):
         assert total(samples, "tutti_transfer_seconds_count", direction=direction) == 1
         assert total(samples, "tutti_transfer_seconds_bucket", le="+Inf", direction=direction) == 1
@@ -131,19 +134,55 @@ def test_wear_scheduling_and_residency_are_published(tmp_path: Path, seed: int) 
         store.put(some_keys(rng, 8), range(8)).wait(30)
         assert value("written_today_bytes") - before >= 8 * LAYOUT.object_nbytes
         assert value("written_today_bytes") == value("written_bytes_total")
+        ticket = store.load(store.catalogue.keys(), range(8))
+        assert ticket.wait_settled(30)
+        for direction in ("read", "write"):
+            drive = {**labels, "drive": "0", "direction": direction}
+            moved = registry.get_sample_value("tutti_drive_moved_bytes_total", drive)
+            assert moved == value(f"{'read' if direction == 'read' else 'written'}_bytes_total")
+            for name in ("window_bytes", "latency_seconds"):
+                assert registry.get_sample_value(f"tutti_drive_{name}", drive) > 0, name
+        assert value("digest_seconds_total") > 0 and value("cpu_seconds_total") > 0
         assert 1.0 < value("bytes_written_per_byte_stored") < 2.0
         assert value("residency_moving_seconds_total") == 0
         moving["residency_moving_ms"] = 1500.0
         assert value("residency_moving_seconds_total") == 1.5
 
 
-def test_the_gauge_of_scheduling_tells_an_estimate_from_a_measurement(tmp_path: Path) -> None:
-    for source, level in (("estimated", 1), ("measured", 2), ("file", 2)):
+def test_the_source_of_the_profile_is_published(tmp_path: Path) -> None:
+    for source, level in (("estimated", 1), ("measured", 2), ("cache", 2), ("file", 2)):
         config = tutti.StoreConfig(schedule=Schedule(Linear(), source=source))
         registry = CollectorRegistry()
         with tutti.open(str(tmp_path / source), LAYOUT, "32MiB", config=config) as store:
             registry.register(StoreCollector({"chat": store}))
             assert registry.get_sample_value("tutti_scheduling", {"pool": "chat"}) == level
+            (info,) = (family for family in registry.collect() if family.name == "tutti")
+            assert info.samples[0].labels["profile"] == source
+
+
+def test_a_missing_member_and_limits_are_published(tmp_path: Path) -> None:
+    members = [str(tmp_path / f"{name}.tutti") for name in "ab"]
+    tutti.open(members, LAYOUT, "32MiB", profile=None).close()
+    quotas = (Quota("team", nbytes=1 << 20), Quota("other", write_budget=1 << 21))
+    for given in (members, members[:1]):
+        config = tutti.StoreConfig(degraded=True, write_budget="4MiB", quotas=quotas)
+        registry = CollectorRegistry()
+        with tutti.open(given, config=config, profile=None) as store:
+            registry.register(StoreCollector({"chat": store}))
+            value = registry.get_sample_value
+            assert value("tutti_missing_members", {"pool": "chat"}) == 2 - len(given)
+            assert value("tutti_write_budget_bytes", {"pool": "chat"}) == 4 << 20
+            limits = {
+                (name, team): value(f"tutti_namespace_{name}", {"pool": "chat", "namespace": team})
+                for name in ("quota_bytes", "write_budget_bytes")
+                for team in ("team", "other")
+            }
+        assert limits == {
+            ("quota_bytes", "team"): 1 << 20,
+            ("quota_bytes", "other"): None,
+            ("write_budget_bytes", "team"): None,
+            ("write_budget_bytes", "other"): 1 << 21,
+        }
 
 
 def test_what_the_scheduler_forced_is_published(tmp_path: Path, seed: int) -> None:
@@ -159,16 +198,20 @@ def test_what_the_scheduler_forced_is_published(tmp_path: Path, seed: int) -> No
         memory = store.allocate_memory(8)
         fill(memory, range(8), rng)
         assert store.put(some_keys(rng, 8), range(8)).wait(30).stored == 8
+        assert registry.get_sample_value("tutti_waiting_loads", {"pool": "chat"}) == 1
+        assert registry.get_sample_value("tutti_waiting_writes", {"pool": "chat"}) == 0
         queue.detach(prefix)
         assert store.put(some_keys(rng, 8), range(8)).wait(30).stored == 8  # alone: is measured
         found = store.stats()["scheduler"]
         assert found["forced_pages"] == 8 and found["prediction_error"] > 0
-        for name, key in (
-            ("forced_pages_total", "forced_pages"),
-            ("deferred_pages_total", "deferred_pages"),
-            ("prediction_error", "prediction_error"),
+        for name, value in (
+            ("forced_pages_total", found["forced_pages"]),
+            ("deferred_pages_total", found["deferred_pages"]),
+            ("prediction_error", found["prediction_error"]),
+            ("slack_seconds_total", found["slack_ns"] / 1e9),
+            ("bubble_seconds_total", found["bubble_ns"] / 1e9),
         ):
-            assert registry.get_sample_value(f"tutti_{name}", {"pool": "chat"}) == found[key]
+            assert registry.get_sample_value(f"tutti_{name}", {"pool": "chat"}) == value
 
 
 def test_an_agent_that_is_away_is_down(tmp_path: Path) -> None:

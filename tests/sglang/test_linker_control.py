@@ -21,6 +21,7 @@ from tutti.integration.sglang import weights
 from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.metrics import _OF_MODE, METRICS
 from tutti.integration.sglang.options import HICACHE
+from tutti.store_numbers import DRIVES
 
 
 def scheduler(idle: bool = True) -> Any:
@@ -260,9 +261,14 @@ def test_every_metric_is_published_at_0_from_the_start(
     linker_engine.server_args()
     with_metrics = SimpleNamespace(enable_metrics=True)
     monkeypatch.setattr(linker_engine, "server_args", lambda: with_metrics)
-    with Rig(tmp_path):
+    with Rig(tmp_path) as rig:
         labels = {"mode": "linker", "pool": "kv", "rank": "tp0-pp0-cp0-dp0"}
-        own = {name: kind for name, (kind, _) in METRICS.items() if _OF_MODE.get(name) != HICACHE}
+        later = DRIVES  # with the first value of a drive
+        own = {
+            name: kind
+            for name, (kind, _) in METRICS.items()
+            if _OF_MODE.get(name) != HICACHE and name not in later
+        }
         for name, kind in own.items():
             full = f"tutti:{name}" + ("_total" if kind == "counter" else "")
             plain = REGISTRY.get_sample_value(full, labels)
@@ -277,6 +283,7 @@ def test_every_metric_is_published_at_0_from_the_start(
         assert info.value == 1
         assert info.labels["version"] == tutti.__version__
         assert info.labels["executor"] in ("uring", "threads")
+        assert info.labels["profile"] == rig.stored_pool.store.stats()["profile"] != "off"
 
 
 def test_pages_beyond_the_write_budget_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ NAMES = [f"{i:064x}" for i in range(1, 9)]
 INDICES = torch.arange(len(NAMES) * PAGE)
 
 
-def storage(folder: Path) -> TuttiHiCacheStorage:
-    config = hp.config(folder)
+def storage(folder: Path, **options: Any) -> TuttiHiCacheStorage:
+    config = hp.config(folder, options=options)
     config.enable_storage_metrics = True
     made = TuttiHiCacheStorage(config, {})
     pool = hp.mha_pool("page_first", PAGE)
@@ -49,7 +49,9 @@ def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
             if _OF_MODE.get(name, HICACHE) != HICACHE:
                 continue
             full = name + ("_total" if METRICS[name][0] == "counter" else "")
-            found = [value(full), value(full, direction="load"), value(full, direction="store")]
+            directions = [{"direction": way} for way in ("load", "store")]
+            drives = [{"direction": way, "drive": "0"} for way in ("read", "write")]
+            found = [value(full, **labels) for labels in ({}, *directions, *drives)]
             assert sum(sample is not None for sample in found) in (1, 2), name
         assert value("attached") == 1
         assert value("capacity_tokens") == PAGE * value("usable_objects") > 0
@@ -57,6 +59,24 @@ def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
     finally:
         made.close()
     assert value("attached") == 0
+
+
+def test_a_missing_member_the_budget_and_the_profile_are_published(tmp_path: Path) -> None:
+    members = [str(tmp_path / f"{name}.tutti") for name in "ab"]
+    storage(tmp_path, path=members).close()
+    assert (value("missing_members"), value("write_budget_bytes")) == (0, 0)
+    Path(members[1]).rename(tmp_path / "away")
+    options = {"degraded": True, "write_budget": "1GiB", "profile": "off"}
+    made = storage(tmp_path, path=members, **options)
+    made.close()
+    assert (value("missing_members"), value("write_budget_bytes")) == (1, 1 << 30)
+    assert {"off"} < {info.labels["profile"] for info in infos()}, "found before, and off now"
+
+
+def infos() -> list[Any]:
+    """The samples of `tutti:info` of this process."""
+    families = (family for family in REGISTRY.collect() if family.name == "tutti:info")
+    return [sample for family in families for sample in family.samples]
 
 
 def test_a_prompt_is_pinned_by_its_tokens(

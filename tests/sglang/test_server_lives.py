@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ METRICS = {
     "batch_seconds_bucket/store",
     "device_read_bytes_total",
     "device_written_bytes_total",
+    "drive_moved_bytes_total/read",
+    "drive_window_bytes/write",
+    "service_threads",
+    "digest_seconds_total",
+    "waiting_loads",
+    "waiting_writes",
+    "missing_members",
     "fullness",
     "busy_objects",
 }
@@ -97,6 +105,9 @@ def _all_metrics(mode: Mode, server: Server) -> None:
         assert found["moved_bytes_total/load"] == 3 * 592 * 2048
         if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
             assert found["hugepage_bytes"] > 0, "SGLang's host pool, with its flags alone"
+    assert found["service_threads"] == 1 and found["drive_moved_bytes_total/read"] > 0
+    info = re.search("tutti:info{.*}", server.call("GET", "/metrics")[1])
+    assert info and re.search('profile="(measured|cache|estimated)"', info[0]), info
     assert 0 < found["fullness"] <= 1
     assert found["errors_total"] == 0, server.tail()
 
