@@ -318,6 +318,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         finally:
             self._shut()
 
+    def stats(self) -> dict[str, Any]:
+        """By pool: what its store counts, and by path how pieces are read ahead; {} if detached."""
+        pools = {} if self._closed else self.stored_pools
+        ahead = self.ahead.stats
+        return {name: {**p.store.stats(), "read_ahead": ahead(p)} for name, p in pools.items()}
+
     def clear(self) -> None:
         """Forgets all pages of this rank; durable on return.  Raises TuttiError.
 

@@ -18,7 +18,7 @@ from tutti.store_numbers import DRIVES, NUMBERS, drive_numbers, numbers
 UNFLUSHED = "weights_unflushed"
 
 #: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and those of _LABELS.
-#: All of a mode exist from the start, at 0, but for those by drive.
+#: All of a mode exist from the start, at 0, but for those by path or drive.
 METRICS: Mapping[str, tuple[str, str]] = {
     **{name: (kind, meaning) for name, (kind, _, meaning) in NUMBERS.items()},
     **DRIVES,
@@ -40,7 +40,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "write_budget_bytes": ("gauge", "bytes a day that puts may write; 0 without a limit"),
     "bubble_seconds": ("counter", "time the model waited for layers"),
     "ahead_pages": ("counter", "pages read for requests that still waited"),
-    "ahead_pieces": ("gauge", "pieces of them that are read at once, as trials found it faster"),
+    "ahead_pieces": ("gauge", "pieces of them read at once, as trials found faster, by path"),
     "ahead_used_pages": ("counter", "pages of these that a batch used, counted once"),
     "ahead_unused_pages": ("counter", "pages of these that no batch used before they were dropped"),
     "kernel_copied_pages": (
@@ -68,6 +68,7 @@ _BY_DIRECTION = ("moved_pages", "moved_bytes", "busy_seconds", "failed_pages", "
 _LABELS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_BY_DIRECTION, LATENCY), ("direction",)),
     **dict.fromkeys(DRIVES, ("drive", "direction")),
+    "ahead_pieces": ("path",),
 }
 #: Metrics that one mode alone has.
 _OF_MODE = {

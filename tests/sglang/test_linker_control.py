@@ -263,7 +263,7 @@ def test_every_metric_is_published_at_0_from_the_start(
     monkeypatch.setattr(linker_engine, "server_args", lambda: with_metrics)
     with Rig(tmp_path) as rig:
         labels = {"mode": "linker", "pool": "kv", "rank": "tp0-pp0-cp0-dp0"}
-        later = DRIVES  # with the first value of a drive
+        later = {"ahead_pieces", *DRIVES}  # each with the first value of a path or a drive
         own = {
             name: kind
             for name, (kind, _) in METRICS.items()

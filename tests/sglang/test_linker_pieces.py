@@ -94,20 +94,27 @@ def test_two_pieces_at_once_where_that_is_faster(
         medium = Medium(rig, monkeypatch, parallel=parallel)
         for _ in range(3):
             read_ahead(rig)
-        ((path, found),) = rig.linker.ahead.stats().items()
-        assert path == "kv, direct"
+        ((path, found),) = rig.linker.stats()["kv"]["read_ahead"].items()
+        assert path == "direct"
         assert (found["overlap"], found["decided"]) == (chosen, True), found
         assert [len(found[f"{way}_gb_per_s"]) for way in ("intra", "cross")] == [TRIALS, TRIALS]
         assert medium.most == 2, "that was tried"
         (line,) = [r.getMessage() for r in caplog.records if "pieces ahead" in r.getMessage()]
-        assert f"kv reads {pieces} pieces" in line and f"'overlap': '{chosen}'" in line
+        assert f"kv (direct) reads {pieces} pieces" in line and f"'overlap': '{chosen}'" in line
         medium.most = 0
         read_ahead(rig)
         assert medium.most == pieces
-        assert rig.linker.metrics.snapshot()["ahead_pieces"] == pieces
+        assert rig.linker.metrics.snapshot()["ahead_pieces/direct"] == pieces
         assert rig.lookup(names(PAGES)) == PAGES
         assert rig.restore(names(PAGES), range(20, 60))
         assert rig.content(range(20, 60)) == want
+
+
+def test_a_detached_linker_has_no_stats(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        assert rig.linker.stats()["kv"]["drives"]
+        rig.linker.detach()
+        assert rig.linker.stats() == {}
 
 
 def test_a_new_plan_of_residency_is_tried_again(tmp_path: Path) -> None:
@@ -118,9 +125,13 @@ def test_a_new_plan_of_residency_is_tried_again(tmp_path: Path) -> None:
             pytest.skip("no direct I/O here")
         for _ in range(3):
             read_ahead(rig)
-        assert rig.linker.ahead.stats()["kv, direct"]["decided"]
+        assert rig.linker.stats()["kv"]["read_ahead"]["direct"]["decided"]
+        direct = rig.linker.metrics.snapshot()["ahead_pieces/direct"]
         store.residency.replan(budget_nbytes=1 << 30)
         read_ahead(rig)
-        ((path, found),) = rig.linker.ahead.stats().items()
-        assert path == "kv, page cache"
+        ((path, found),) = rig.linker.stats()["kv"]["read_ahead"].items()
+        assert path == "page cache"
         assert not found["decided"]
+        gauges = rig.linker.metrics.snapshot()
+        assert gauges["ahead_pieces/direct"] == direct, "the other path has a gauge of its own"
+        assert gauges["ahead_pieces/page cache"] in (1, 2)

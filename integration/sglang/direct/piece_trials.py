@@ -25,6 +25,7 @@ class Flight:
     """A piece under way.  is_whole: not the short end of a chain.  shared: beside another one."""
 
     stored_pool: StoredPool
+    path: str
     chooser: PipelineChooser
     nbytes: int
     is_whole: bool
@@ -55,7 +56,7 @@ class PieceTrials:
                 del self._choosers[key]
         chooser = self._choosers.setdefault((stored_pool.name, path), PipelineChooser(_GAIN))
         nbytes = len(keys) * stored_pool.page_nbytes
-        return Flight(stored_pool, chooser, nbytes, len(keys) == most, now_s)
+        return Flight(stored_pool, path, chooser, nbytes, len(keys) == most, now_s)
 
     def end(self, flight: Flight, now_s: float) -> float:
         """Seconds that a piece took: from its beginning, or the end of the one before."""
@@ -81,18 +82,20 @@ class PieceTrials:
             flight.chooser.observe(way, nbytes, seconds)
         if flight.chooser.is_decided != was_decided:
             _log.info(
-                "Tutti: %s reads %d pieces ahead at once; trials: %s",
+                "Tutti: %s (%s) reads %d pieces ahead at once; trials: %s",
                 flight.stored_pool.name,
+                flight.path,
                 flight.most,
                 flight.chooser.stats(),
             )
-        flight.stored_pool.metrics.level("ahead_pieces", flight.most)
+        flight.stored_pool.metrics.level("ahead_pieces", flight.most, flight.path)
         return nbytes, seconds
 
     def rest(self) -> None:
         """Nothing is under way."""
         self._first = None
 
-    def stats(self) -> dict[str, Any]:
-        """Each pool and path: the choice, and the GB/s of the trials."""
-        return {", ".join(key): chooser.stats() for key, chooser in list(self._choosers.items())}
+    def stats(self, stored_pool: StoredPool) -> dict[str, Any]:
+        """By path: the choice, and the GB/s of the trials."""
+        found = list(self._choosers.items())
+        return {path: one.stats() for (name, path), one in found if name == stored_pool.name}

@@ -246,9 +246,9 @@ class ReadAhead(Owned):
             for key in staged.read.keys:
                 self._by_key.pop((staged.read.stored_pool.name, key.tobytes()), None)
 
-    def stats(self) -> dict[str, Any]:
-        """How many pieces are read at once, by pool and path."""
-        return self._trials.stats()
+    def stats(self, stored_pool: StoredPool) -> dict[str, Any]:
+        """How pieces of a pool overlap, by path: see PieceTrials."""
+        return self._trials.stats(stored_pool)
 
     def _run(self) -> None:
         flying: deque[tuple[_Staged, Flight]] = deque()
