@@ -217,13 +217,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         loads = self._parts_of(transfers, "load")
         most = self._pages_left(rid)
         if loads is None or (most is not None and max(len(p[1]) for p in loads) > most):
-            self._lookups.release([rid])
+            self.cancel_queued_load(rid)
             return False
         there = self._lookups.still_there(
             rid, [(stored_pool, keys) for stored_pool, keys, _ in loads]
         )
         if self._alone and not there:
-            self._lookups.release([rid])
+            self.cancel_queued_load(rid)
             return False
         self._queued[rid] = [QueuedLoad(*load) for load in loads]
         return True
@@ -259,7 +259,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return good
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forgets a load that was not started."""
+        """Forgets a load that was not started, and what was read ahead and pinned for it."""
         self.ahead.forget(rid)
         self._lookups.release([rid])
         return self._queued.pop(rid, None) is not None

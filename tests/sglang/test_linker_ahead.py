@@ -137,6 +137,22 @@ def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None
             wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
 
 
+@pytest.mark.parametrize("why", ["cap", "slots", "gone"])
+def test_a_refused_load_ends_what_is_read_ahead_for_it(tmp_path: Path, why: str) -> None:
+    with Rig(tmp_path, max_load_tokens=4 * engine.PAGE) as rig:
+        stored(rig, 5)
+        assert rig.lookup(names(4)) == 4
+        quiet(rig, 4)
+        if why == "cap":
+            assert not rig.load(names(5), range(20, 25)), "more than the look-up answered"
+        elif why == "slots":
+            assert not rig.load(names(4), range(20, 23))
+        else:
+            assert not rig.load([*names(3), *names(1, "never")], range(20, 24))
+        assert rig.linker.metrics.snapshot().get("ahead_unused_pages") == 4
+        wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
+
+
 def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
     with Rig(tmp_path, load_staging=12 * OBJECT, read_ahead_share=1.0) as rig:
         want = stored(rig, 20)
