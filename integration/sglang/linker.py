@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import xxhash
@@ -102,11 +103,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         WATCH.check(options["allow_unwatched_weights"])
         self._announces = options["kv_events"] and publishes()
         profile, source = served_profile(options, self._group, self._rank) or (None, OFF)
-        gpu = open_gpu(self._group.device, options["gpu_mover"], profile, options["gpu_engine"])
         timeout_s = float(options["load_timeout_s"])
-        stored_pools: dict[str, StoredPool] = {}
-        try:
-            stored_pools = open_stored_pools(
+        with ExitStack() as opened:
+            gpu = open_gpu(self._group.device, options["gpu_mover"], profile, options["gpu_engine"])
+            if gpu is not None:
+                opened.callback(gpu.close, timeout_s)
+            self.stored_pools = open_stored_pools(
                 options,
                 self._group,
                 self._model,
@@ -116,20 +118,23 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 profile_source=source,
                 gpu=gpu,
             )
-            self._options, self._timeout_s, self._gpu = options, timeout_s, gpu
-            self.stored_pools = stored_pools
-            self._start_parts()
-        except BaseException:
-            for stored_pool in stored_pools.values():
-                stored_pool.store.close()
+            stored_pools = list(self.stored_pools.values())
+            self.metrics = stored_pools[0].metrics
+            self.error_log = ErrorLog(self.metrics)
+            for stored_pool in stored_pools:
+                opened.callback(self._close_store, stored_pool)
             if gpu is not None:
-                gpu.close(timeout_s)
-            raise
+                opened.callback(gpu.rest, timeout_s)
+            self._options, self._timeout_s, self._gpu = options, timeout_s, gpu
+            self._start_parts(stored_pools, opened)
+            self._opened = opened.pop_all()
+        # A scheduler that dies of an error never calls close.
+        at_exit(self.close)
+        self._closed = False
 
-    def _start_parts(self) -> None:
-        options, stored_pools = self._options, list(self.stored_pools.values())
-        self.metrics = stored_pools[0].metrics
-        self.error_log = ErrorLog(self.metrics)
+    def _start_parts(self, stored_pools: Sequence[StoredPool], opened: ExitStack) -> None:
+        """What goes by the options.  opened: ends each part that has a thread."""
+        options, timeout_s = self._options, self._timeout_s
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
         self.writes = Breaker(failures, pause_s, time.monotonic)
@@ -151,23 +156,26 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             stored_pools,
             schedule=schedule,
             lookups=options["pin_lookups"],
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
             breaker=self.reads,
             measured=self._admission.loaded,
             log_error=self.error_log.add,
         )
+        opened.callback(self.ahead.close, timeout_s)
         self._lookups = Lookups(stored_pools, self._admission, self.ahead, self.error_log.add)
         self.backlog = Backlog(
             stored_pools,
             schedule=schedule,
             locked_share=options["backlog_share"],
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
             breaker=self.writes,
             chains=self._chains,
             errors=self.error_log,
         )
-        self._maintenance = {
-            stored_pool.name: Maintenance(
+        opened.callback(self.backlog.close, timeout_s)
+        self._maintenance: dict[str, Maintenance] = {}
+        for stored_pool in stored_pools:
+            self._maintenance[stored_pool.name] = maintenance = Maintenance(
                 stored_pool.store,
                 StagingPages(stored_pool.store, stored_pool.page_nbytes),
                 {LOAD: self.reads, STORE: self.writes},
@@ -176,21 +184,19 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 probe_s=options["timeout_s"],
                 page_tokens=0 if stored_pool.kv_pool.trailing else self._group.page_size,
             )
-            for stored_pool in stored_pools
-        }
-        for stored_pool in stored_pools:
-            if stored_pool.store.scheduler is not None:
-                STEPS.follow(stored_pool.store.scheduler, self._group.layers)
+            opened.callback(maintenance.close, timeout_s)
+            if (scheduler := stored_pool.store.scheduler) is not None:
+                STEPS.follow(scheduler, self._group.layers)
+                opened.callback(STEPS.leave, scheduler)
         self._events: DiskEvents | None = None
         if self._announces:
             kv = self.stored_pools[str(adapter.PoolName.KV)]
             self._events = kv.events = DiskEvents(self._group.page_size, kv.metrics)
             self._maintenance[kv.name].events = kv.events
-        self._loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
-        self._loader.start()
-        # A scheduler that dies of an error never calls close.
-        at_exit(self.close)
-        self._closed = False
+        loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
+        loader.start()
+        opened.callback(loader.join, timeout_s)
+        opened.callback(self._loads.put, None)
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
         """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
@@ -375,25 +381,14 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         forget_exit(self.close)
         while self.backlog.completed():  # SGLang may still ask for them
             self._ended.append(self.backlog.pop())
-        for stored_pool in self.stored_pools.values():
-            if stored_pool.store.scheduler is not None:
-                STEPS.leave(stored_pool.store.scheduler)
-        self._loads.put(None)
-        self._loader.join(self._timeout_s)
-        self.ahead.close(self._timeout_s)
-        self.backlog.close(self._timeout_s)
-        for maintenance in self._maintenance.values():
-            maintenance.close(self._timeout_s)
-        if self._gpu is not None:
-            self._gpu.rest(self._timeout_s)
-        for stored_pool in self.stored_pools.values():
-            stored_pool.metrics.level("attached", 0)
-            try:
-                stored_pool.store.close()
-            except TuttiError as error:
-                self.error_log.add(f"close: {type(error).__name__}", error)
-        if self._gpu is not None:
-            self._gpu.close(self._timeout_s)
+        self._opened.close()
+
+    def _close_store(self, stored_pool: StoredPool) -> None:
+        stored_pool.metrics.level("attached", 0)
+        try:
+            stored_pool.store.close()
+        except TuttiError as error:
+            self.error_log.add(f"close: {type(error).__name__}", error)
 
     def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
         """Whether the transfers name the pages of every pool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import tutti
 from tutti import cli
-from tutti.errors import ConfigError, PoolClosed
+from tutti.errors import CapacityError, ConfigError, PoolClosed
+from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang import weights
 from tutti.integration.sglang.direct import control_requests as control
+from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.integration.sglang.metrics import _OF_MODE, METRICS
 from tutti.integration.sglang.options import HICACHE
 from tutti.store_numbers import DRIVES
@@ -206,6 +209,31 @@ def test_attaching_takes_other_options_and_refuses_wrong_ones(tmp_path: Path) ->
         assert rig.store(names(8), range(8))
         assert rig.lookup(names(8)) == 8
         assert rig.file(tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("part", ["Backlog", "StagingPages", "DiskEvents"])
+def test_a_failed_attach_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise CapacityError("no memory is left")
+
+    monkeypatch.setattr(linker_module, "publishes", lambda: True)
+    with Rig(tmp_path, kv_events=True) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        assert control._detach(pytest.fail, scheduler(), None).success
+        threads = set(threading.enumerate())
+        with monkeypatch.context() as patch:
+            patch.setattr(linker_module, part, fails)
+            answer = control._attach(pytest.fail, scheduler(), attach_request())
+        assert (answer.success, answer.message) == (False, "attach: no memory is left")
+        wait_for(lambda: set(threading.enumerate()) <= threads)
+        assert not STEPS._followers, "no queue is told of steps"
+        assert rig.lookup(names(8)) == 0, "it is still detached"
+        assert control._attach(pytest.fail, scheduler(), attach_request()).success
+        assert rig.lookup(names(8)) == 8
+        assert rig.store(names(2, "new"), range(2))
 
 
 def test_damage_that_read_ahead_finds_makes_a_shorter_hit(tmp_path: Path) -> None:
