@@ -178,6 +178,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._maintenance[stored_pool.name] = maintenance = Maintenance(
                 stored_pool.store,
                 StagingPages(stored_pool.store, stored_pool.page_nbytes),
+                stored_pool.known,
                 {LOAD: self.reads, STORE: self.writes},
                 metrics=stored_pool.metrics,
                 errors=self.error_log,
@@ -282,8 +283,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._events.offered(adapter.kv_names(transfers), keys)
         taken, declined = admitted([OffloadPart(*part) for part in parts], self._second_touches)
         self.backlog.add(taken, self._fence(), whole=not declined)
-        for part in taken:
-            self._maintenance[part.stored_pool.name].remember(part.keys)
         self.metrics.level("backlog_pages", self.backlog.locked)
         return True
 
@@ -473,7 +472,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             for stored_pool, pages, *_ in batch.moved():
                 stored_pool.metrics.count("failed_pages", pages, LOAD)
             if not isinstance(batch.error, (KeyMissing, ConfigError)):
-                self.reads.failure()
+                self._read_failed(batch)
             return False
         for stored_pool, pages, nbytes, part_s in batch.moved():
             stored_pool.metrics.moved(LOAD, pages, nbytes, part_s)
@@ -486,7 +485,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             patience_s=_PATIENCE_S,
         ):
             self.error_log.add("load: slow", f"{batch.nbytes} bytes in {batch.took_s:.3g} s")
-            self.reads.failure()
+            self._read_failed(batch)
         else:
             self.reads.success()
         return True
+
+    def _read_failed(self, batch: LoadBatch) -> None:
+        """A probe reads what was to be loaded, before requests do."""
+        for load in batch.queued:
+            load.stored_pool.remember(load.keys)
+        self.reads.failure()

@@ -20,7 +20,7 @@ import xxhash
 from linker_engine import LAYERS, PAGES, WAIT_S, Rig, in_use, kept_ahead, names, transfer, wait_for
 from memory_controller import Faults
 
-from store.pools import formatted, opened
+from store.pools import Bytes, formatted, opened
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
@@ -167,16 +167,19 @@ class Model:
 
 
 def stores_in_memory(
-    faults: list[Callable[[Faults], None]],
+    faults: list[Callable[[Faults], None]], images: list[Bytes] | None = None
 ) -> Callable[..., tuple[ObjectStore, str]]:
-    """In place of pools in files: media in memory whose faults can be set."""
+    """In place of pools in files: media in memory whose faults can be set.
+
+    images: what is on them in the beginning; None for an empty pool.
+    """
 
     def make(
         layout: KVLayout, name: str, capacity: int, options: Mapping[str, Any], *_: Any, is_kv: bool
     ) -> tuple[ObjectStore, str]:
         geometry = Geometry(layout.layers, layout.segments, 4096, 4, GROUPS)
         store = opened(
-            formatted(layout, geometry),
+            images or formatted(layout, geometry),
             timeout_s=20.0,
             verify=options["verify"],
             pin_lookups=options["pin_lookups"],

@@ -414,9 +414,10 @@ class Backlog(Owned):
         failed, dropped = int(counts[Outcome.FAILED]), int(counts[Outcome.DROPPED])
         stored = int(counts[Outcome.STORED])
         metrics, events = part.stored_pool.metrics, part.stored_pool.events
+        keys = part.keys[launch.first : launch.first + launch.count]
+        kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
+        part.stored_pool.remember(keys[kept])
         if events is not None:
-            keys = part.keys[launch.first : launch.first + launch.count]
-            kept = (ticket.outcome == Outcome.STORED) | (ticket.outcome == Outcome.PRESENT)
             events.stored(keys, kept)
         if dropped:
             self._dropped(part, *_NO_SPACE, dropped)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
-from tutti.base.arrays import Keys
 from tutti.base.breaker import Breaker
 from tutti.base.process import Owned
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
@@ -21,20 +19,21 @@ from tutti.interface import Store
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5
 _REFRESH_S = 10.0
-_KNOWN_KEYS = 16
 
 
 class Maintenance(Owned):
     """A thread that serves one store.
 
-    staging: for probes alone.  breakers: of loads and stores; that of loads is closed again when an
-    object can be read.  probe_s: how long that may take.  page_tokens: as Metrics.from_store.
+    staging: for probes alone.  known: objects that probes read.  breakers: of loads and stores;
+    that of loads is closed again when an object can be read.  probe_s: how long that may take.
+    page_tokens: as Metrics.from_store.
     """
 
     def __init__(
         self,
         store: Store,
         staging: StagingPages,
+        known: Collection[bytes],
         breakers: Mapping[str, Breaker],
         *,
         metrics: Metrics,
@@ -44,6 +43,7 @@ class Maintenance(Owned):
     ) -> None:
         self._store = store
         self._staging = staging
+        self._known = known
         self._breakers = breakers
         self._reads = breakers[LOAD]
         self._metrics = metrics
@@ -51,17 +51,12 @@ class Maintenance(Owned):
         self._page_tokens = page_tokens
         self._probe_s = probe_s
         self._minutes = MinuteLog(metrics, errors, time.monotonic())
-        self._known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._proven = False
         self._hurries = True  # to the next round without a pause
         self._stop = threading.Event()
         self.events: DiskEvents | None = None
         self._thread = threading.Thread(target=self._run, name="tutti-maintenance", daemon=True)
         self._thread.start()
-
-    def remember(self, keys: Keys) -> None:
-        """Objects that a probe may read."""
-        self._known.extend(key.tobytes() for key in keys[-2:])
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread."""
@@ -76,7 +71,7 @@ class Maintenance(Owned):
             self._hurries = False
             if not self._proven:
                 self._guard("proof", self._prove)
-            if self._reads.take_probe():
+            if self._known and self._reads.take_probe():
                 self._guard("probe", self._probe)
             if self.events is not None:
                 self._guard("events", partial(self.events.check, self._store))
@@ -101,12 +96,9 @@ class Maintenance(Owned):
 
     def _probe(self) -> None:
         """Reads one object that should be there; success closes the breaker, else it stays open."""
-        for key in list(self._known):
-            if self._store.match([key]) and self._read(key):
-                self._reads.success()
-                return
-        if not any(self._store.match([key]) for key in list(self._known)):
-            self._reads.success()  # nothing known is left to try: requests have to
+        there = [key for key in list(self._known) if self._store.match([key])]
+        if not there or any(self._read(key) for key in there):
+            self._reads.success()  # where all that was known is gone, requests have to try
 
     def _read(self, key: bytes) -> bool:
         pages = self._staging.allocate(1)

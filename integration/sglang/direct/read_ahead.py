@@ -385,6 +385,7 @@ class ReadAhead(Owned):
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__
             self._log_error(f"read-ahead: {what}", error or "the medium does not answer")
+            staged.read.stored_pool.remember(staged.read.keys)
             self._breaker.failure()
         with self._changed:
             self._unlist(staged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from tutti.interface import Store
 from tutti.memory.device_memory import DeviceMemory
 from tutti.memory.host_memory import HostMemory
 
+_KNOWN_KEYS = 16
+
 
 class StoredPool:
     """Where the pages of one KV pool are kept.
@@ -28,6 +31,7 @@ class StoredPool:
     loads, stores: staging of either direction, with views like those of SGLang's pool.
     gpu: where the pages are; None for host memory.  gpu_staging: of the engine that moves them.
     events: who is told what was stored, set where that is wanted.
+    known: some of the objects that were stored, or whose load failed last.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class StoredPool:
         self.namespace = namespace
         self.gpu = gpu
         self.events: DiskEvents | None = None
+        self.known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._read_pages_max: int | None = None
         memory = kv_pool.host_pool(store.layout)
         if gpu is not None and gpu_staging is not None and memory is not None:
@@ -95,6 +100,10 @@ class StoredPool:
         if self.events is not None and there.any():
             self.events.stored(keys[there], np.ones(np.count_nonzero(there), np.bool_))
         return there
+
+    def remember(self, keys: Keys) -> None:
+        """Objects (n, 16) that are in the store, or were: a probe may read them."""
+        self.known.extend(key.tobytes() for key in keys[-2:])
 
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
         """See KvPool.page_numbers; waits for no more of a GPU than the slots."""
