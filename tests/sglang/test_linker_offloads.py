@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from linker_engine import Rig, names, wait_for
+from memory_controller import Faults
+from test_linker_stress import stores_in_memory
+
+from tutti.errors import DeviceTimeout
+from tutti.integration.sglang.direct import backlog as backlog_module
+from tutti.integration.sglang.direct import control_requests as control
+from tutti.integration.sglang.direct import open_pools as open_pools_module
 
 pytestmark = pytest.mark.sglang
 
@@ -93,3 +102,88 @@ def test_completions_wait_for_the_oldest(tmp_path: Path, monkeypatch: pytest.Mon
         gate.set()
         wait_for(lambda: rig.linker.num_completed_offloads() == 3)
         assert [rig.linker.pop_completed_offload() for _ in range(3)] == [True, True, False]
+
+
+def slow_down(rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each put takes so long, one after another."""
+    put = rig.stored_pool.store.put
+
+    def slow_put(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(rig.stored_pool.store, "put", slow_put)
+
+
+def release_memory(rig: Rig) -> None:
+    """As SGLang's /release_memory_occupation, with the plugin: no page is in use when it unmaps."""
+    used: list[int] = []
+    manager = SimpleNamespace(scheduler=SimpleNamespace())
+    control._release(
+        lambda *_: used.append(rig.linker.backlog.locked), manager, SimpleNamespace(tags=None)
+    )
+    assert used == [0]
+
+
+@pytest.mark.parametrize("how", ["flush", "release"])
+def test_a_flush_drops_what_a_slow_medium_did_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    with Rig(tmp_path, backlog_share=1.0, load_timeout_s=4.0) as rig:
+        rig.fill(1)
+        want = rig.content(range(60))
+        with monkeypatch.context() as patch:
+            slow_down(rig, patch, 0.3)
+            for part in range(20):
+                assert rig.offload(names(3, str(part)), range(3 * part, 3 * part + 3))
+            rig.linker.reset() if how == "flush" else release_memory(rig)
+        assert rig.linker.backlog.locked == 0, "SGLang may use every page"
+        dropped = int(rig.linker.metrics.snapshot()["dropped_pages"])
+        stored = int(rig.stored_pool.store.stats()["stored"])
+        assert stored > 0 and stored + dropped == 60
+        assert "not stored: the SSD did not begin to store them in 2 s" in caplog.text
+        if how == "release":
+            assert rig.linker.num_completed_offloads() == 20
+            kept = [rig.linker.pop_completed_offload() for _ in range(20)]
+            assert kept == [part < stored // 3 for part in range(20)]
+        rig.wipe()
+        assert rig.restore(names(3, "0"), range(3))
+        assert rig.content(range(3)) == want[:3]
+        assert rig.lookup(names(3, "19")) == 0
+        assert rig.store(names(3, "19"), range(3)), "and what comes later is stored"
+        queue = rig.linker.backlog._queue
+        wait_for(lambda: not queue.state.writes and not queue.under_way)
+
+
+def test_a_flush_ends_a_long_offload_between_two_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog_module, "_BATCH_NBYTES", 4 * 3 * 2 * 4096)
+    with Rig(tmp_path, backlog_share=1.0, load_timeout_s=4.0) as rig:
+        rig.fill(1)
+        with monkeypatch.context() as patch:
+            slow_down(rig, patch, 0.3)
+            assert rig.offload(names(60), range(60))
+            rig.linker.reset()
+        assert rig.linker.backlog.locked == 0
+        stored = rig.stored_pool.store.stats()["stored"]
+        assert 0 < stored < 60 and stored % 4 == 0
+        assert rig.linker.metrics.snapshot()["dropped_pages"] == 60 - stored
+        assert rig.lookup(names(60)) == stored
+        assert rig.store(names(60), range(60))
+
+
+def test_a_flush_fails_while_the_device_may_read_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_pools_module, "open_store", stores_in_memory([]))
+    with Rig(tmp_path, backlog_share=1.0, load_timeout_s=0.3) as rig:
+        controller = rig.stored_pool.store.controller
+        controller.set_faults(Faults(stall_from=1))
+        assert rig.offload(names(4), range(4))
+        with pytest.raises(DeviceTimeout, match="restart the server"):
+            rig.linker.reset()
+        controller.set_faults(None)
+        controller.release()
+        rig.linker.reset()
+        assert rig.linker.backlog.locked == 0

@@ -59,6 +59,7 @@ _TOO_LONG = (
     " store_staging",
 )
 _PAUSED = ("offload: paused", "the SSD failed several times; see the errors logged before")
+_SLOW = ("offload: slow", "the SSD did not begin to store them in {:g} s; raise load_timeout_s")
 _NO_SPACE = (
     "offload: no space",
     "no slot is free, or a budget is used up; raise capacity, write_budget or the quota",
@@ -69,9 +70,9 @@ _NO_SPACE = (
 class OffloadPart:
     """Pages of one pool: keys (n, 16), and the slots of n pages.
 
-    numbers: the pages, once known.  staged: where they are in staging; None while they hold the
-    SGLang's pages.  The first ``granted`` may be stored, ``begun`` are stored or under way, in
-    ``flying`` batches, and ``ended`` pages were stored, or will never be.
+    numbers: the pages, once known.  staged: where they are in staging; None while they are in
+    SGLang's pages.  leaves: a copy to staging was begun.  The first ``granted`` may be stored,
+    ``begun`` are stored or under way, in ``flying`` batches; ``ended`` were stored, or never will.
     """
 
     stored_pool: StoredPool
@@ -79,6 +80,7 @@ class OffloadPart:
     slots: torch.Tensor
     numbers: Pages | None = None
     staged: Pages | None = None
+    leaves: bool = False
     granted: int = 0
     begun: int = 0
     flying: int = 0
@@ -158,6 +160,7 @@ class Backlog(Owned):
     schedule: of the queue that the pools share.
     locked_share: of each pool's pages that may wait for the medium where they are.
     chains: what precedes a page.
+    locked: pages of SGLang that the medium may read, or that wait to be copied out.
     Raises ConfigError for a store whose schedule queues puts: each would wait for the other's.
     """
 
@@ -188,7 +191,7 @@ class Backlog(Owned):
         self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # that are not over, by name
         self._leaving: dict[str, tuple[Gpu, Pages]] = {}  # staging of copies that were given up
         self._numbers = itertools.count(1)
-        self._locked = 0
+        self.locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
         self._puts: queue.Queue[str | None] = queue.Queue()
         self._queue = Dispatcher.join(schedule, Guard())
@@ -210,11 +213,6 @@ class Backlog(Owned):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def locked(self) -> int:
-        """Pages of SGLang that the medium may read, or that wait to be copied out."""
-        return self._locked
-
     def add(self, parts: Sequence[OffloadPart], fence: Fence, *, whole: bool = True) -> None:
         """Takes one offload, whose pages may be read when ``fence`` has passed.
 
@@ -222,7 +220,6 @@ class Backlog(Owned):
         """
         offload = Offload(fence, len(parts), whole, None if parts else whole)
         accepted = not parts or self._breaker.closed or self._breaker.take_probe()
-        names = [f"{self._prefix}{next(self._numbers)}" for _ in parts]
         with self._changed:
             self._order.append(offload)
             if not accepted:
@@ -230,14 +227,14 @@ class Backlog(Owned):
                 for part in parts:
                     self._dropped(part, *_PAUSED, part.pages)
                 return
-            for name, part in zip(names, parts, strict=True):
+            for part in parts:
+                name, stored_pool = f"{self._prefix}{next(self._numbers)}", part.stored_pool
                 self._parts[name] = offload, part
-                self._locked += part.pages
-        for name, part in zip(names, parts, strict=True):
-            now_ns, space = self._queue.now_ns(), self._prefix + part.stored_pool.name
-            known = WriteKnown(now_ns, name, part.pages, part.stored_pool.page_nbytes, space=space)
-            known.can_stop = part.pages > part.batch * _FLYING_MAX
-            self._queue.add(known)
+                self.locked += part.pages
+                now_ns, space = self._queue.now_ns(), self._prefix + stored_pool.name
+                known = WriteKnown(now_ns, name, part.pages, stored_pool.page_nbytes, space=space)
+                known.can_stop = part.pages > part.batch * _FLYING_MAX
+                self._queue.add(known)
         self._queue.decide()
 
     def completed(self) -> int:
@@ -256,19 +253,38 @@ class Backlog(Owned):
             return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
     def finish(self) -> None:
-        """Waits until all is over.  Raises DeviceTimeout: SGLang's pages may still be in use."""
-        if not self.wait_quiet(self._timeout_s):
-            raise DeviceTimeout(
-                f"pages are still being stored after {self._timeout_s:g} s, and their memory may"
-                " not go; restart the server"
-            )
+        """Waits until none of SGLang's pages is in use.  Raises DeviceTimeout.
 
-    def reset(self, timeout_s: float) -> bool:
-        """Waits for transfers and forgets completions; whether none of SGLang's pages is in use."""
-        self.wait_quiet(timeout_s)
+        When half of the time has passed, what no device has touched is dropped.
+        """
+        if not self.wait_quiet(self._timeout_s / 2):
+            self._drop_unbegun()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.locked, self._timeout_s / 2):
+                raise DeviceTimeout(
+                    f"the device may still read pages of SGLang after {self._timeout_s:g} s, and "
+                    "SGLang would use them for something else; restart the server"
+                )
+
+    def reset(self) -> None:
+        """As ``finish``, and forgets completions."""
+        self.finish()
         with self._changed:
             self._order.clear()
-            return not self._locked
+
+    def _drop_unbegun(self) -> None:
+        """Batches that are under way end, and so do copies to staging."""
+        with self._changed:
+            for name, (offload, part) in list(self._parts.items()):
+                left = part.pages - part.begun
+                if left and not part.leaves:
+                    self._dropped(part, _SLOW[0], _SLOW[1].format(self._timeout_s / 2), left)
+                    part.begun = part.granted = part.pages
+                    part.ended += left
+                    self._queue.add(WriteGone(self._queue.now_ns(), name, withdrawn=True))
+                    if not part.flying:
+                        self._end(name, offload, part)
+        self._queue.decide()
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads, and leaves the queue."""
@@ -281,7 +297,9 @@ class Backlog(Owned):
 
     def write(self, launch: Issue) -> None:
         with self._changed:
-            self._parts[launch.name][1].granted = launch.first + launch.count
+            if launch.name in self._parts:  # else it was dropped meanwhile
+                part = self._parts[launch.name][1]
+                part.granted = max(part.granted, launch.first + launch.count)
         self._puts.put(launch.name)
 
     def stop_write(self, name: str) -> None:
@@ -294,17 +312,22 @@ class Backlog(Owned):
 
     def copy_out(self, name: str) -> None:
         """See WriteIssuer: SGLang may reuse its pages then."""
-        self._copies.put(name)
+        with self._changed:
+            if name in self._parts:
+                self._parts[name][1].leaves = True
+                self._copies.put(name)
 
     def drop(self, name: str) -> None:
-        offload, part = self._parts[name]
-        longest = self._longest[part.stored_pool.name]
-        kind, why = _TOO_LONG if part.pages > longest else _FULL
-        self._dropped(part, kind, why.format(longest), part.pages)
-        part.good = False
-        self._end(name, offload, part)
+        with self._changed:
+            if name in self._parts:
+                offload, part = self._parts[name]
+                longest = self._longest[part.stored_pool.name]
+                kind, why = _TOO_LONG if part.pages > longest else _FULL
+                self._dropped(part, kind, why.format(longest), part.pages)
+                self._end(name, offload, part)
 
     def _dropped(self, part: OffloadPart, kind: str, why: str, pages: int) -> None:
+        part.good = False
         part.stored_pool.metrics.count("dropped_pages", pages)
         name = part.stored_pool.name
         self._errors.tell(kind, f"{pages} pages of {name} are not stored: {why}")
@@ -468,8 +491,9 @@ class Backlog(Owned):
     def _unlock(self, offload: Offload, part: OffloadPart) -> None:
         """SGLang's pages of a part are not needed any more."""
         with self._changed:
-            self._locked -= part.pages
+            self.locked -= part.pages
             offload.good &= part.good
             offload.waits -= 1
             if not offload.waits:
                 offload.kept = offload.good
+            self._changed.notify_all()
