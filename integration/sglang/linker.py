@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import xxhash
@@ -36,7 +36,6 @@ from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.integration.sglang.direct.open_pools import limits_of, open_stored_pools, served_profile
 from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.staging_copy import Fence
-from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD, STORE
@@ -176,11 +175,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._maintenance: dict[str, Maintenance] = {}
         for stored_pool in stored_pools:
             self._maintenance[stored_pool.name] = maintenance = Maintenance(
-                stored_pool.store,
-                StagingPages(stored_pool.store, stored_pool.page_nbytes),
-                stored_pool.known,
+                stored_pool,
                 {LOAD: self.reads, STORE: self.writes},
-                metrics=stored_pool.metrics,
                 errors=self.error_log,
                 probe_s=options["timeout_s"],
                 page_tokens=0 if stored_pool.kv_pool.trailing else self._group.page_size,
@@ -193,7 +189,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if self._announces:
             kv = self.stored_pools[str(adapter.PoolName.KV)]
             self._events = kv.events = DiskEvents(self._group.page_size, kv.metrics)
-            self._maintenance[kv.name].events = kv.events
         loader = threading.Thread(target=self._start_loads, name="tutti-load", daemon=True)
         loader.start()
         opened.callback(loader.join, timeout_s)
@@ -226,9 +221,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if loads is None or (most is not None and max(len(p[1]) for p in loads) > most):
             self.cancel_queued_load(rid)
             return False
-        there = self._lookups.still_there(
-            rid, [(stored_pool, keys) for stored_pool, keys, _ in loads]
-        )
+        there = self._lookups.still_there(rid, [load[:2] for load in loads])
         if self._alone and not there:
             self.cancel_queued_load(rid)
             return False
@@ -451,13 +444,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def _start_loads(self) -> None:
         ended = False
         while not ended:
-            try:
+            with suppress(queue.Empty):
                 batch = self._loads.get(timeout=_IDLE_S)
-            except queue.Empty:
-                continue
-            ended = batch is None  # the end mark of close()
-            if batch is not None:
-                batch.start()
+                ended = batch is None  # the end mark of close()
+                if batch is not None:
+                    batch.start()
 
     def _end(self, batch: LoadBatch) -> bool:
         good = batch.end()
@@ -465,29 +456,23 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if not good:
             assert batch.error is not None, "a batch that is not good has an error"
             self.error_log.add(f"load: {type(batch.error).__name__}", batch.error)
+            failed = not isinstance(batch.error, (KeyMissing, ConfigError))
             for stored_pool, pages, *_ in batch.moved():
                 stored_pool.metrics.count("failed_pages", pages, LOAD)
-            if not isinstance(batch.error, (KeyMissing, ConfigError)):
-                self._read_failed(batch)
-            return False
-        for stored_pool, pages, nbytes, part_s in batch.moved():
-            stored_pool.metrics.moved(LOAD, pages, nbytes, part_s)
-        if not batch.ahead_nbytes:
-            self._admission.loaded(batch.nbytes, batch.took_s)
-        if crawls(
-            batch.nbytes + batch.ahead_nbytes,
-            batch.took_s,
-            least_mbs=self._options["crawl_mbs"],
-            patience_s=_PATIENCE_S,
-        ):
-            self.error_log.add("load: slow", f"{batch.nbytes} bytes in {batch.took_s:.3g} s")
-            self._read_failed(batch)
         else:
+            for stored_pool, pages, nbytes, part_s in batch.moved():
+                stored_pool.metrics.moved(LOAD, pages, nbytes, part_s)
+            nbytes, took_s = batch.nbytes + batch.ahead_nbytes, batch.took_s
+            if not batch.ahead_nbytes:
+                self._admission.loaded(nbytes, took_s)
+            least_mbs = self._options["crawl_mbs"]
+            failed = crawls(nbytes, took_s, least_mbs=least_mbs, patience_s=_PATIENCE_S)
+            if failed:
+                self.error_log.add("load: slow", f"{batch.nbytes} bytes in {took_s:.3g} s")
+        if failed:
+            for load in batch.queued:  # a probe reads them before requests do
+                load.stored_pool.remember(load.keys)
+            self.reads.failure()
+        elif good:
             self.reads.success()
-        return True
-
-    def _read_failed(self, batch: LoadBatch) -> None:
-        """A probe reads what was to be loaded, before requests do."""
-        for load in batch.queued:
-            load.stored_pool.remember(load.keys)
-        self.reads.failure()
+        return good

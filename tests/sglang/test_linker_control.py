@@ -211,7 +211,7 @@ def test_attaching_takes_other_options_and_refuses_wrong_ones(tmp_path: Path) ->
         assert rig.file(tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("part", ["Backlog", "StagingPages", "DiskEvents"])
+@pytest.mark.parametrize("part", ["Backlog", "Maintenance", "DiskEvents"])
 def test_a_failed_attach_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

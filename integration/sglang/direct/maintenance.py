@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from tutti.base.breaker import Breaker
 from tutti.base.process import Owned
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.staging_pages import StagingPages
-from tutti.integration.sglang.kv_events import DiskEvents
-from tutti.integration.sglang.metrics import LOAD, Metrics
+from tutti.integration.sglang.direct.stored_pool import StoredPool
+from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
-from tutti.interface import Store
 
 _PROVE_OBJECTS = 64
 _EVERY_S = 0.5
@@ -22,39 +21,34 @@ _REFRESH_S = 10.0
 
 
 class Maintenance(Owned):
-    """A thread that serves one store.
+    """A thread that serves one pool.
 
-    staging: for probes alone.  known: objects that probes read.  breakers: of loads and stores;
-    that of loads is closed again when an object can be read.  probe_s: how long that may take.
-    page_tokens: as Metrics.from_store.
+    breakers: of loads and stores; that of loads is closed again when one of the objects that the
+    pool knows can be read.  probe_s: how long that may take.  page_tokens: as Metrics.from_store.
     """
 
     def __init__(
         self,
-        store: Store,
-        staging: StagingPages,
-        known: Collection[bytes],
+        stored_pool: StoredPool,
         breakers: Mapping[str, Breaker],
         *,
-        metrics: Metrics,
         errors: ErrorLog,
         probe_s: float,
         page_tokens: int = 0,
     ) -> None:
-        self._store = store
-        self._staging = staging
-        self._known = known
+        self._stored_pool = stored_pool
+        self._store = stored_pool.store
+        self._staging = StagingPages(stored_pool.store, stored_pool.page_nbytes)
         self._breakers = breakers
         self._reads = breakers[LOAD]
-        self._metrics = metrics
+        self._metrics = stored_pool.metrics
         self._log_error = errors.add
         self._page_tokens = page_tokens
         self._probe_s = probe_s
-        self._minutes = MinuteLog(metrics, errors, time.monotonic())
+        self._minutes = MinuteLog(stored_pool.metrics, errors, time.monotonic())
         self._proven = False
         self._hurries = True  # to the next round without a pause
         self._stop = threading.Event()
-        self.events: DiskEvents | None = None
         self._thread = threading.Thread(target=self._run, name="tutti-maintenance", daemon=True)
         self._thread.start()
 
@@ -62,8 +56,8 @@ class Maintenance(Owned):
         """Ends the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
-        if self.events is not None:
-            self.events.close()
+        if self._stored_pool.events is not None:
+            self._stored_pool.events.close()
 
     def _run(self) -> None:
         refresh_s = time.monotonic()
@@ -71,10 +65,10 @@ class Maintenance(Owned):
             self._hurries = False
             if not self._proven:
                 self._guard("proof", self._prove)
-            if self._known and self._reads.take_probe():
+            if self._stored_pool.known and self._reads.take_probe():
                 self._guard("probe", self._probe)
-            if self.events is not None:
-                self._guard("events", partial(self.events.check, self._store))
+            if (events := self._stored_pool.events) is not None:
+                self._guard("events", partial(events.check, self._store))
             if time.monotonic() >= refresh_s:
                 refresh_s = time.monotonic() + _REFRESH_S
                 self._guard("statistics", self.refresh)
@@ -96,7 +90,7 @@ class Maintenance(Owned):
 
     def _probe(self) -> None:
         """Reads one object that should be there; success closes the breaker, else it stays open."""
-        there = [key for key in list(self._known) if self._store.match([key])]
+        there = [key for key in list(self._stored_pool.known) if self._store.match([key])]
         if not there or any(self._read(key) for key in there):
             self._reads.success()  # where all that was known is gone, requests have to try
 

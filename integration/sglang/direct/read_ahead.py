@@ -397,11 +397,9 @@ class ReadAhead(Owned):
 
 def _same(old: Sequence[tuple[StoredPool, Keys]], new: Sequence[tuple[StoredPool, Keys]]) -> bool:
     """Whether both want the same, judged by the first and last key of each stored_pool."""
-    if len(old) != len(new):
-        return False
-    for (stored_pool, keys), (other, others) in zip(old, new, strict=True):
-        if stored_pool is not other or len(keys) != len(others):
-            return False
-        if len(keys) and not ((keys[0] == others[0]).all() and (keys[-1] == others[-1]).all()):
-            return False
-    return True
+    return [*map(_ends, old)] == [*map(_ends, new)]
+
+
+def _ends(wanted: tuple[StoredPool, Keys]) -> tuple[str, int, bytes, bytes]:
+    stored_pool, keys = wanted
+    return stored_pool.name, len(keys), keys[:1].tobytes(), keys[-1:].tobytes()
