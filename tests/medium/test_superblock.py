@@ -298,7 +298,7 @@ def test_damage_behind_a_right_crc_raises_nothing_untyped(places: list[tuple[int
 
 def test_noise_is_corrupt(seed: int) -> None:
     noise = random.Random(seed).randbytes(8192)
-    with pytest.raises(PoolCorrupt, match="m0: no superblock here.* check the path"):
+    with pytest.raises(PoolCorrupt, match=r"m0: no superblock here.* check the path"):
         choose_superblock(noise[:4096], noise[4096:], "m0")
     torn = SUPERBLOCK.encode()[:2048] + noise[2048:4096]
     with pytest.raises(PoolCorrupt, match=r"superblock A.*superblock B"):
