@@ -11,7 +11,8 @@ from tutti.scheduler.state import Decision, Issue, State
 class FixedWindow:
     """Writes what a constant bandwidth moves in a constant window of time; reads go at once.
 
-    window_us: between issues of writes.  bytes_per_s: what the device is taken to write.
+    window_us: between issues of writes; longer where the bandwidth moves no page in it.
+    bytes_per_s: what the device is taken to write.
     """
 
     def __init__(
@@ -22,8 +23,7 @@ class FixedWindow:
         bytes_per_s: float = 10 * 2**30,
     ) -> None:
         self.limits = limits or Limits()
-        self._window_ns = round(window_us * 1000)
-        self._nbytes = round(window_us * 1e-6 * bytes_per_s)
+        self._window_us, self._bytes_per_s = window_us, bytes_per_s
 
     def decide(self, state: State) -> Decision:
         """See Policy."""
@@ -31,19 +31,22 @@ class FixedWindow:
         gone = {*copy_outs, *drops}
         reads = all_reads(state, self.limits)
         waiting = [write for write in state.unwritten.values() if write.name not in gone]
+        if not waiting:
+            return Decision(reads, (), copy_outs, drops)
+        left = max(
+            round(self._window_us * 1e-6 * self._bytes_per_s),
+            waiting[0].unit * waiting[0].page_nbytes,
+        )
+        window_ns = round(left / self._bytes_per_s * 1e9)
         last_ns = state.write_issued_ns
-        if waiting and last_ns is not None and state.now_ns < last_ns + self._window_ns:
-            return Decision(reads, (), copy_outs, drops, wake_ns=last_ns + self._window_ns)
-        left = self._nbytes
+        if last_ns is not None and state.now_ns < last_ns + window_ns:
+            return Decision(reads, (), copy_outs, drops, wake_ns=last_ns + window_ns)
         writes: list[Issue] = []
         for write in waiting:
             pages = write.whole_units(left // write.page_nbytes)
-            if not pages:
-                pages = 0 if writes else write.unit
             if pages:
                 writes.append(Issue(write.name, write.issued, pages))
             left -= pages * write.page_nbytes
             if pages < write.pages - write.issued:
                 break
-        wake_ns = state.now_ns + self._window_ns if writes else None
-        return Decision(reads, tuple(writes), copy_outs, drops, wake_ns=wake_ns)
+        return Decision(reads, tuple(writes), copy_outs, drops, wake_ns=state.now_ns + window_ns)

@@ -27,7 +27,8 @@ _P99, _P99_S = "p99 no worse than a tuned fixed", "first_token_p99_s"
 HEAD = (
     *("condition", "drive", "GPU", "workload", "bubble s: none", "whole", "fixed", "slack"),
     *("oracle", "bound (no writes)", "gap", "closed by slack", "at most"),
-    *("first token p99 s: fixed, slack, bound", "stored pages: none, fixed, slack"),
+    *("fixed: share, ms", "first token p99 s: none, fixed, slack, bound"),
+    "stored pages: none, fixed, slack",
     *("drain s: none, slack", "missed"),
 )
 
@@ -47,7 +48,8 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
                 f"{row['gap']:.0%}",
                 "" if closed is None else f"{closed:.0%}{_by_seed(row['closed_by_seed'])}",
                 f"{median(limits):.0%}{_by_seed(limits)}" if limits else "",
-                _each(policies, _P99_S, 3, ("fixed", "slack", "bound")),
+                f"{row['fixed_share']:.2g}, {row.get('fixed_window_ms', 10.0):g}",
+                _each(policies, _P99_S, 3, ("none", "fixed", "slack", "bound")),
                 _each(policies, "stored_pages", 0, ("none", "fixed", "slack")),
                 _each(policies, "drained_s", 1, ("none", "slack")),
                 "; ".join(missed),
@@ -58,10 +60,12 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 def notes_of(result: dict[str, Any]) -> list[str]:
     """How many cells reach each bar, wrong profiles, and what was measured on a file."""
-    notes = [f"{name}: {count} cells" for name, count in counts(result).items()]
+    notes = [f"{name}: {count}" for name, count in counts(result).items()]
     if notes:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
         notes.insert(0, f"simulated; {runs} (seeds from {result.get('first_seed', 0)} on)")
+    if result["rows"]:
+        notes.append(_edges(result["rows"]))
     if any(row["at_most_by_seed"] for row in result["rows"]):
         notes.append(
             "at most: proven, no schedule that stores as many pages as none closes more of the gap,"
@@ -86,18 +90,49 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def counts(result: dict[str, Any]) -> dict[str, str]:
-    """How many cells reach each bar, of those to which it applies."""
-    bars: dict[str, list[bool]] = {}
+    """How many cells reach each bar, of those to which it applies; and of those that differ.
+
+    A condition that changes nothing of `none`, `slack` and `bound` makes a copy of another cell.
+    """
+    bars: dict[str, list[tuple[str, bool]]] = {}
     for row in result["rows"]:
+        names = (row["drive"], row["gpu"], row["workload"])
+        cell = str((*names, *(row["policies"][name] for name in ("none", "slack", "bound"))))
         for name, reached in row["bars"].items():
-            bars.setdefault(name, []).append(reached)
-    return {name: f"{sum(reached)} of {len(reached)}" for name, reached in bars.items()}
+            bars.setdefault(name, []).append((cell, reached))
+    found = {}
+    for name, cells in bars.items():
+        distinct = dict(cells)
+        found[name] = f"{sum(reached for _, reached in cells)} of {len(cells)} cells"
+        found[name] += f", {sum(distinct.values())} of {len(distinct)} distinct ones"
+    return found
 
 
 def report(result: dict[str, Any]) -> str:
     """For people."""
     text = table(HEAD, rows_of(result)) if result["rows"] else ""
     return "\n".join([text, *notes_of(result)])
+
+
+def _edges(rows: Sequence[dict[str, Any]]) -> str:
+    """Where the best `fixed` of those that were tried may not be the best of all."""
+    shares, windows = (
+        [row.get(f"fixed_{name}") for row in rows] for name in ("share", "window_ms")
+    )
+    fewer, late = (
+        sum(
+            row["policies"]["fixed"][name] * sign < row["policies"]["none"][name] * sign
+            for row in rows
+        )
+        for name, sign in (("stored_pages", 1), (_P99_S, -1))
+    )
+    return (
+        f"fixed: of {len(rows)} cells the best share is the smallest (1/16) in"
+        f" {shares.count(0.0625)} and the largest (1) in {shares.count(1.0)}, the best window"
+        f" the shortest (2 ms) in {windows.count(2.0)} and the longest (50 ms) in"
+        f" {windows.count(50.0)}; it stores fewer pages than none in"
+        f" {fewer}, its p99 is above that of none in {late}"
+    )
 
 
 def _each(policies: dict[str, Any], metric: str, digits: int, names: Sequence[str]) -> str:

@@ -6,9 +6,9 @@ such hardware.
 
 Policies, all of which load layer by layer except `whole`: `none` issues everything at once;
 `whole` does and waits for whole loads; `fixed` writes what a constant bandwidth moves in a constant
-window, the bandwidth tuned for each cell; `slack`; `oracle` is slack that knows the time of every
-step and the interference of every moment; `bound` has no writes at all: what it waits for, no order
-of writes can take away.
+window, both tuned for each cell; `slack`; `oracle` is slack that knows the time of every step and
+the interference of every moment; `bound` has no writes at all: what it waits for, no order of
+writes can take away.
 
 The gap is what writes cost: the bubble of `none` less that of `bound`.  A policy is judged by the
 part of the gap that it closes, with every page stored.  `at_most` is proven: no schedule closes
@@ -45,8 +45,9 @@ from tutti.scheduler.state import Policy
 
 report = slack_report.report
 POLICIES = ("none", "whole", "fixed", "slack", "oracle", "bound")
-#: Shares of the drive's write bandwidth that `fixed` is tuned over, on requests of its own.
-SHARES = (0.25, 0.5, 0.75, 1.0)
+#: Shares of the drive's write bandwidth, and windows, that `fixed` is tuned over, on requests of
+#: its own.
+SHARES, WINDOWS_MS = (1.0, 0.5, 0.25, 0.125, 0.0625), (50.0, 10.0, 2.0)
 TUNING_SEED, TUNING_REQUESTS = 1000, 60
 #: A gap that is a smaller part of the bubble of `none` is not judged.
 GAP_LEAST, GAP_CLOSED = 0.1, 0.5
@@ -133,7 +134,8 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
                     bar.advance(1)
                 runs["bound"][-1]["least_s"] = cell.least_s(requests, seed, runs["none"][-1])
             where = {"drive": drive, "gpu": gpu, "workload": workload, "condition": condition}
-            served = {"fixed_share": cell.fixed_share, "limits": asdict(cell.limits)}
+            fixed = {"fixed_share": cell.fixed[0], "fixed_window_ms": cell.fixed[1]}
+            served = {**fixed, "limits": asdict(cell.limits)}
             rows.append({**where, **served, **_row(runs, condition)})
     measured = slack_file.run(args.dir, args.rounds, progress) if args.dir else None
     cost = slack_file.cost(args.dir, args.rounds, progress) if args.dir else None
@@ -171,13 +173,8 @@ class _Cell:
         self._condition = CONDITIONS[condition]
         self.limits = self._condition.limits(limits, truth)
         self._space = self._condition.space(limits)
-        self.fixed_share = SHARES[-1]
-        tuning = self.requests(TUNING_REQUESTS, TUNING_SEED)
-        p99_s = {}
-        for share in SHARES:
-            self.fixed_share = share
-            p99_s[share] = self.run("fixed", tuning, TUNING_SEED)["first_token_p99_s"]
-        self.fixed_share = min(SHARES, key=lambda share: p99_s[share])
+        self.fixed = SHARES[0], WINDOWS_MS[0]
+        self.fixed = self._tuned()
 
     def requests(self, count: int, seed: int) -> list[SlackRequest]:
         """What every policy serves."""
@@ -185,6 +182,22 @@ class _Cell:
             return recorded(self._recording)
         requests = generate(self._workload, self._truth, count, seed)
         return in_bursts(requests) if self._condition.bursts else requests
+
+    def _tuned(self) -> tuple[float, float]:
+        """The share and then the window of `fixed` with the smallest bubble, that lose the least.
+
+        By the bubble, which all requests make: the p99 of so few is that of one of them.
+        """
+        requests = self.requests(TUNING_REQUESTS, TUNING_SEED)
+        none = self.run("none", requests, TUNING_SEED)["stored_pages"]
+
+        def loss(fixed: tuple[float, float]) -> tuple[float, float]:
+            self.fixed = fixed
+            run = self.run("fixed", requests, TUNING_SEED)
+            return max(0.0, none - run["stored_pages"]), run["bubble_s"]
+
+        share, _ = min(itertools.product(SHARES, WINDOWS_MS[:1]), key=loss)
+        return min(itertools.product((share,), WINDOWS_MS), key=loss)
 
     def run(self, name: str, requests: Sequence[SlackRequest], seed: int) -> dict[str, float]:
         """One policy: every number of ``_METRICS``."""
@@ -211,7 +224,7 @@ class _Cell:
         return least_ns(prefills, rules, max(0, fit - round(none["stored_pages"]))) / 1e9
 
     def _server(self, name: str, requests: Sequence[SlackRequest], seed: int) -> LayeredServer:
-        policy, profile = policy_of(name, self._truth, self.limits, self.fixed_share)
+        policy, profile = policy_of(name, self._truth, self.limits, self.fixed)
         return LayeredServer(
             self._truth,
             requests,
@@ -225,14 +238,18 @@ class _Cell:
 
 
 def policy_of(
-    name: str, truth: SimulatedMachine, limits: Limits, fixed_share: float = 1.0
+    name: str, truth: SimulatedMachine, limits: Limits, fixed: tuple[float, float] = (1.0, 10.0)
 ) -> tuple[Policy, Profile]:
-    """A policy by its name here, and the profile it believes in."""
+    """A policy by its name here, and the profile it believes in.
+
+    fixed: the share of the drive's write bandwidth, and the window in ms.
+    """
     if name in ("none", "whole"):
         return ImmediatePolicy(limits), truth
     if name == "fixed":
-        bandwidth = fixed_share * truth.drive.write_bytes_per_s
-        return FixedWindow(limits, bytes_per_s=bandwidth), truth
+        share, window_ms = fixed
+        bandwidth = share * truth.drive.write_bytes_per_s
+        return FixedWindow(limits, window_us=1000 * window_ms, bytes_per_s=bandwidth), truth
     if name == "oracle":
         return SlackPolicy(limits), TruthNow(truth)
     if name == "bound":
