@@ -48,7 +48,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
                 f"{row['gap']:.0%}",
                 "" if closed is None else f"{closed:.0%}{_by_seed(row['closed_by_seed'])}",
                 f"{median(limits):.0%}{_by_seed(limits)}" if limits else "",
-                f"{row['fixed_share']:.2g}, {row.get('fixed_window_ms', 10.0):g}",
+                f"{row['fixed_share']:.2g}, {row['fixed_window_ms']:g}",
                 _each(policies, _P99_S, 3, ("none", "fixed", "slack", "bound")),
                 _each(policies, "stored_pages", 0, ("none", "fixed", "slack")),
                 _each(policies, "drained_s", 1, ("none", "slack")),
@@ -64,7 +64,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     if notes:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
         notes.insert(0, f"simulated; {runs} (seeds from {result.get('first_seed', 0)} on)")
-    if any("fixed_window_ms" in row for row in result["rows"]):  # results of before have none
         notes.append(_edges(result["rows"]))
     if any(row["at_most_by_seed"] for row in result["rows"]):
         notes.append(
