@@ -18,11 +18,11 @@ from typing import Any
 
 _STORE = (
     *("tutti/store.py", "tutti/medium", "tutti/placement", "tutti/pool", "tutti/memory"),
-    *("tutti/transfers", "tutti/scheduler", "tutti/profiles"),
+    *("tutti/transfers", "tutti/scheduler", "tutti/profiles", "tutti/base", "tutti/interface.py"),
 )
 _RINGS = ("kernels/include", "kernels/native", "bench/controller_memory.py")
 _STATISTICS = "bench/statistics.py"
-_ENGINE = (*_RINGS, "tutti/gio_uring", _STATISTICS)
+_ENGINE = (*_RINGS, "tutti/native.py", "tutti/gio_uring", _STATISTICS)
 _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
@@ -32,7 +32,7 @@ _COMPARE = tuple(
     for name in ("cases", "churn", "index_cost", "paired", "run", "systems")
 )
 _TRACES = ("bench/traces.py", "bench/belady.py")
-_RESIDENCY = ("tutti/base/memory_pressure.py", "bench/residency", *_PLACES)
+_RESIDENCY = ("bench/residency", *_PLACES)
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", _STATISTICS, *_TRACES)
 _DRIVE = tuple(f"bench/simulate/{name}" for name in ("device.py", "hardware.py", "hardware.json"))
 
