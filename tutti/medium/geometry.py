@@ -100,7 +100,7 @@ class Geometry:
         least = cls(one.layers, one.segments, lba_nbytes, group_slots, 1)
         if least.member_nbytes > capacity_nbytes_per_member:
             raise CapacityError(
-                f"{format_nbytes(capacity_nbytes_per_member)} per member hold no group of objects;"
+                f"{format_nbytes(capacity_nbytes_per_member)} per member is less than one group;"
                 f" give at least {least.member_nbytes} bytes"
                 f" ({format_nbytes(least.member_nbytes)}){smaller}"
             )

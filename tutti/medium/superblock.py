@@ -199,7 +199,7 @@ class Superblock:
         row = block[0]
         if bytes(row["magic"]) != SUPERBLOCK_MAGIC:
             raise PoolCorrupt(
-                f"{path}: no superblock here, so it is no member of a Tutti pool; check the path"
+                f"{path}: no superblock here: not a member of a Tutti pool; check the path"
             )
         if not native.records_check(block)[0]:
             raise PoolCorrupt(f"{path}: the superblock's CRC is wrong; it is damaged or torn")
@@ -315,7 +315,7 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
         raise PoolNotFound(f"{path}: not formatted, or a format was interrupted; format the member")
     if not any(raw.startswith(SUPERBLOCK_MAGIC) for raw in (a, b)):
         raise PoolCorrupt(
-            f"{path}: no superblock here, so it is no member of a Tutti pool; check the path"
+            f"{path}: no superblock here: not a member of a Tutti pool; check the path"
         )
     valid: list[tuple[Superblock, int]] = []
     reasons = []
