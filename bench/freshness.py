@@ -187,9 +187,9 @@ def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
     """CHANGED if the measured code differs from that of the checkout, UNKNOWN if it is not known.
 
-    Empty for a result of today's code.  Comments, docstrings, Markdown, names of files and of
-    modules that are imported, and what shows a result are not code.  A result of a checkout with
-    changes of its own is UNKNOWN.
+    Empty for a result of today's code.  Comments, docstrings, Markdown, the texts of errors and of
+    log lines, names of files and of modules that are imported, and what shows a result are not
+    code.  A result of a checkout with changes of its own is UNKNOWN.
     """
     key = _key(name, result)
     measured = _measured(key, str(result["machine"]["commit"]), root)
@@ -279,7 +279,9 @@ def _blob(root: Path, name: str) -> str:
 
 @functools.cache
 def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
-    """What a file does, in a form that comments, names of files and what is shown do not change."""
+    """What a file does, in a form that comments, messages, names of files and what is shown do not
+    change.
+    """
     if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
     tree = ast.parse(text)
@@ -290,7 +292,25 @@ def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             is_text = ast.get_docstring(node, clean=False) is not None
             node.body = node.body[is_text:]
+        if isinstance(node, ast.Raise) or _is_log_line(node):
+            _drop_texts(node)
     return _shape(tree)
+
+
+def _is_log_line(node: ast.AST) -> bool:
+    """Whether it is a call of a module's logger, which is called _log everywhere."""
+    function = node.func if isinstance(node, ast.Call) else None
+    logger = function.value if isinstance(function, ast.Attribute) else None
+    return isinstance(logger, ast.Name) and logger.id == "_log"
+
+
+def _drop_texts(node: ast.AST) -> None:
+    """Empties the texts of a message; what an f-string shows between them stays."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.JoinedStr):
+            part.values = [value for value in part.values if not isinstance(value, ast.Constant)]
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            part.value = ""
 
 
 def _shape(node: object) -> str:

@@ -315,6 +315,26 @@ def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> Non
     assert why_stale("threads", result, tmp_path) == CHANGED
 
 
+def test_texts_of_errors_and_log_lines_make_no_result_stale(tmp_path: Path) -> None:
+    git = partial(run_git, tmp_path)
+    git("init", "-q")
+    file = tmp_path / "tutti/gio_uring/one.py"
+    file.parent.mkdir(parents=True)
+    code = 'def f(n):\n    _log.warning("%d is odd", n)\n    raise ValueError(f"{n} is odd")\n'
+    file.write_text(code)
+    git("add", ".")
+    git("commit", "-qm", "one")
+    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
+    file.write_text(code.replace("is odd", "is not even").replace('f"{', 'f"the number {'))
+    assert not why_stale("threads", result, tmp_path)
+    for old, new in (("ValueError", "KeyError"), ("{n}", "{n + 1}"), ("odd\", n", "odd\", n + 1")):
+        assert old in code
+        file.write_text(code.replace(old, new))
+        assert why_stale("threads", result, tmp_path) == CHANGED
+    file.write_text(code + 'NAME = "n"\n')
+    assert why_stale("threads", result, tmp_path) == CHANGED
+
+
 def test_what_shows_a_result_makes_none_stale(tmp_path: Path) -> None:
     git = partial(run_git, tmp_path)
     git("init", "-q")
