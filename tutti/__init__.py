@@ -2,9 +2,9 @@
 
     with tutti.open("pool.tutti", layout=layout, capacity="8GiB") as store: ...
 
-`open` opens a pool, `connect` one of the node's agent; `KVLayout` describes pages, `HostMemory` is
-memory that holds them.  Errors are in `tutti.errors`.  What this module offers is imported on
-first use, so that importing a part of the package stays cheap.
+`open` opens a pool in this process, `connect` a pool that the node's agent serves.  `KVLayout`
+describes pages, `HostMemory` holds them.  Errors are in `tutti.errors`.  The exported names are
+imported on first use, so that importing a single module of the package stays cheap.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # or every name would be one for a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name):
         if name not in _EXPORTS:

@@ -1,14 +1,14 @@
-"""Objects of a pool as a file that another machine can import.
+"""Exports objects of a pool to a file, and imports such a file on another machine.
 
     with tutti.open("pool.tutti") as store, open("docs.tkv", "wb") as file:
         export_objects(store, store.catalogue.keys("docs"), file)
 
-A file holds a header (magic, version, length of the JSON behind it, its XXH3-64), the JSON, and per
-object a fixed head, the payload in the order of the medium, and the XXH3-128 of both.  All
-integers are little-endian.  The JSON names the layout, whose fingerprint must be the pool's, and
-the number of objects.  Chains come one after another, each from its first page on.
+A file holds a header (magic, version, length of the JSON that follows, its XXH3-64), the JSON, and
+for each object a fixed head, the payload in the order of the medium, and the XXH3-128 of both.  All
+integers are little-endian.  The JSON has the number of objects and the layout, whose fingerprint
+must be that of the pool.  Chains follow one another, each from its first page on.
 
-Pins, hits and namespaces stay behind: the importer chooses its own.
+Pins, hit counts and namespaces are not exported; the importer chooses a namespace.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_PARENT = bytes(KEY_NBYTES)
 
 @dataclass(frozen=True)
 class ImportResult:
-    """Objects of an import: stored, in the pool already, and dropped because nothing could go."""
+    """Objects of an import: stored; already in the pool; dropped, as nothing could be evicted."""
 
     stored: int
     present: int
@@ -70,9 +70,9 @@ class _Entry:
 
 
 def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
-    """Objects in paths from a first page (or one whose parent is gone) to each last page.
+    """Groups objects into chains, from a first page (or one whose parent is gone) to a last page.
 
-    Pages that several chains share are in the longest of them alone.
+    Pages that several chains share are listed in the longest of them only.
     """
     by_key = {info.key: info for info in infos}
     taken: set[bytes] = set()
@@ -93,8 +93,8 @@ def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
     """Writes objects to a file opened for binary writing; returns how many.
 
     keys: uint8 (n, 16); those that are not in the pool, or that ``pin_share`` does not allow to
-    keep, are left out.  Every byte is verified, unless the pool is opened with verify="off".
-    Raises OSError of the file, and what ``load`` raises.
+    pin, are left out.  Every byte is verified, unless the pool is opened with verify="off".
+    Raises OSError when the file cannot be written, and the errors of ``load``.
     """
     name = f"export-{secrets.token_hex(8)}"
     try:
@@ -106,7 +106,7 @@ def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
 
 
 def _pinned(store: Store, keys: Keys, name: str) -> list[ObjectInfo]:
-    """Objects in the order of their chains, which stay until ``name`` is unpinned."""
+    """Objects in the order of their chains, pinned until ``name`` is unpinned."""
     infos = [info for chain in chains_of(store.catalogue.objects(keys)) for info in chain]
     if not infos:
         return []
@@ -137,10 +137,10 @@ def _write(store: Store, infos: Sequence[ObjectInfo], file: BinaryIO) -> None:
 def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> ImportResult:
     """Stores the objects of a file in a pool.
 
-    file: opened for binary reading.  namespace: whose objects they become.  Nothing of an object
-    is stored before its checksum was right; objects before a damaged one are stored.
+    file: opened for binary reading.  namespace: owner of the imported objects.  An object is stored
+    only after its checksum was verified; objects before a damaged one stay stored.
     Raises PoolMismatch for KV of another model, layout or version, PoolCorrupt for a damaged or
-    incomplete file, and what ``put`` raises.
+    incomplete file, and the errors of ``put``.
     """
     count = _read_header(store.layout, file)
     totals = np.zeros(3, np.int64)

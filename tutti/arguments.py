@@ -45,7 +45,7 @@ def named_nbytes(text: str) -> tuple[str, int]:
 
 
 def say_capacity(size_nbytes: int) -> None:
-    """How a size was read, on stderr, before anything is allocated."""
+    """Prints to stderr how a size was understood, before anything is allocated."""
     size = f"{format_nbytes(size_nbytes)} ({size_nbytes} bytes)"
     print(f"capacity: {size}", file=sys.stderr, flush=True)
 
@@ -63,7 +63,7 @@ def natural(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """An argparse type: a TCP port that a server can be told."""
+    """An argparse type: the number of a TCP port."""
     number = positive(text)
     if number > _PORT_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports are 1 to {_PORT_MAX}")
@@ -82,7 +82,7 @@ def above_zero(text: str) -> float:
 
 
 def member(text: str) -> str:
-    """An argparse type: a part of a pool."""
+    """An argparse type: the path of a member of a pool; refuses the socket of an agent."""
     if text.startswith("unix:"):
         raise argparse.ArgumentTypeError(
             f"{text} is the socket of an agent; `tutti ls` and `tutti stat` show its pools"
@@ -91,7 +91,7 @@ def member(text: str) -> str:
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """The members of a pool, in the order of its format."""
+    """Adds the argument for a pool's members, which are given in the order of the format."""
     parser.add_argument(
         "paths",
         nargs="+",

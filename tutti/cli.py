@@ -1,7 +1,7 @@
 """The command line: `tutti COMMAND ...`.
 
-Every command lives in a module that is imported when it is called for, so that `tutti --help` is
-quick. A command is a function `add_NAME(parser)` that describes itself, adds its arguments and
+Every command is in a module that is imported when the command is named, so that `tutti --help` is
+quick. A command is a function `add_NAME(parser)` that describes the command, adds its arguments and
 sets `run`, a function from the parsed arguments to a `CommandResult`.
 """
 
@@ -53,7 +53,7 @@ _EXIT_CODES = (
 
 
 def _pages() -> Path:
-    """Where the pages are that help texts and errors call docs/NAME.md."""
+    """The folder of the pages that help texts and errors call docs/NAME.md."""
     package = Path(__file__).resolve().parent
     installed, checkout = package / "docs", package.parent / "docs"
     return installed if installed.exists() else checkout
@@ -110,8 +110,8 @@ COMMANDS = (
     ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
 )
 
-#: Commands that servers need: their options can be set by a file and by the environment.  With each
-#: the keys of its table that another command has.
+#: Commands that servers need: their options can also be set by a file and by the environment.  Each
+#: with the keys of its table in the file that belong to another command.
 _CONFIGURED = {"serve": set(), "sglang command": set(), "sglang doctor": {"model", "option"}}
 
 _NUMBER_END = 2**63
@@ -126,7 +126,7 @@ GROUPS = {"nvme": "drives", "bench": "measure", "sglang": "run as SGLang's stora
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Long texts keep their lines; default values are shown, several as they are typed."""
+    """Keeps the line breaks of long texts; shows defaults, lists of values as they are typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, value = super()._get_help_string(action), action.default
@@ -139,7 +139,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options are never guessed from their beginnings."""
+    """A parser that accepts no abbreviated options, and whose errors suggest what was meant."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _Help)
@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{self._meant(message)}; see `{self.prog} --help`")
 
     def _meant(self, message: str) -> str:
-        """The command or option that a misspelt one is like, or the group of a command."""
+        """A hint for a misspelt command or option; empty where there is none."""
         wrong = _MISSPELT.match(message)
         if wrong is None:
             return ""
@@ -204,7 +204,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP: a command ends by it as by Ctrl-C."""
+    """SIGTERM or SIGHUP, which end a command as Ctrl-C does."""
 
 
 class _HungUp(_Terminated):
@@ -215,7 +215,7 @@ _ENDS: dict[int, type[_Terminated]] = {signal.SIGTERM: _Terminated, signal.SIGHU
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    # Once: `timeout` sends it twice, and the second must not interrupt the cleanup.
+    # Only the first counts: `timeout` sends two, and the second must not interrupt the cleanup.
     for each in _ENDS:
         if signal.getsignal(each) is _terminate:
             signal.signal(each, lambda number, frame: None)
@@ -255,10 +255,10 @@ def complete(line: str) -> None:
 
 
 def _occupy_streams() -> None:
-    """Gives closed standard streams to /dev/null.
+    """Opens /dev/null in place of closed standard streams.
 
-    Else the next file that is opened, perhaps a pool, gets their number and with it whatever a
-    library or a child process writes to them.
+    Otherwise the next file that is opened, perhaps a pool, gets the number of such a stream, and
+    libraries and child processes would write their output to that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -273,7 +273,7 @@ def _run(argv: list[str]) -> int:
     as_json = "--json" in argv
     try:
         args, unknown = build_parser(argv).parse_known_args(argv)
-        if unknown:  # by the command's own parser, whose help knows what there is
+        if unknown:  # the error comes from the command's own parser, which knows its options
             args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         _check_values(args)
         outcome: CommandResult = args.run(args)
@@ -285,7 +285,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    """No option means anything by a number that is negative, infinite or none, or an empty path."""
+    """Refuses numbers that are negative, infinite or NaN, and empty paths, for every option."""
     for name, given in vars(args).items():
         for value in given if isinstance(given, list) else [given]:
             if value == "" and name in _PLACES:
@@ -319,13 +319,13 @@ def _failure(error: BaseException) -> tuple[str, int]:
 
 
 def _print(text: str) -> int:
-    """Prints the result; the exit code where that fails, else 0."""
+    """Prints the result.  Returns 0, or the exit code where that fails."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `tutti info POOL | head -1`: no more is wanted
+    except BrokenPipeError:  # the reader has ended, as in `tutti info POOL | head -1`
         _give_up(sys.stdout)
         return EXIT_UNREAD
-    except UnicodeEncodeError as error:  # a path's bytes, or a terminal that knows few letters
+    except UnicodeEncodeError as error:  # a path that is not UTF-8, or a terminal without Unicode
         return _print(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
     except OSError as error:
         _give_up(sys.stdout)
@@ -334,7 +334,7 @@ def _print(text: str) -> int:
 
 
 def _fail(message: str, exit_code: int, kind: str | None = None) -> int:
-    """The message on stderr, and with a kind of error as JSON on stdout as well."""
+    """Prints the message to stderr, and with ``kind`` also as JSON to stdout."""
     try:
         print(f"tutti: {message}", file=sys.stderr, flush=True)
     except OSError:
@@ -345,7 +345,7 @@ def _fail(message: str, exit_code: int, kind: str | None = None) -> int:
 
 
 def _give_up(stream: TextIO) -> None:
-    """What the stream still holds goes nowhere: the interpreter would try again at its end."""
+    """Redirects a broken stream to /dev/null, or the interpreter would flush it again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,6 +1,6 @@
 """Every error that Tutti raises on purpose.
 
-Who raises one writes the message: what is wrong, and what to do.
+The code that raises one writes the message: what is wrong, and what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayoutError(ConfigError):
 
 
 class ProfileError(ConfigError):
-    """A profile that cannot be used: other schema, missing points, or numbers that mean nothing."""
+    """A profile that cannot be used: other schema, missing points, or impossible numbers."""
 
 
 class KeySizeError(ConfigError):
@@ -106,15 +106,15 @@ class ForkedProcess(PoolClosed):
 
 
 class AgentRefused(TuttiError):
-    """The agent or a client does not follow the protocol, or may not take part."""
+    """The agent or a client does not follow the protocol, or the client may not connect."""
 
 
 class AgentLost(PoolError):
-    """The agent did not answer in time, or its connection ended; it is tried again."""
+    """The agent did not answer in time, or its connection ended; the client reconnects."""
 
 
 class RemoteFailed(TuttiError):
-    """The remote store of the second tier did not answer in time, or answered an error."""
+    """The remote store of the second tier did not answer in time, or returned an error."""
 
 
 class MediumError(TuttiError):
@@ -143,10 +143,10 @@ class DeviceTimeout(TuttiError):
 
 
 class PagesInUse(DeviceTimeout):
-    """A load was given up, and the device may still write into its pages.
+    """A load was aborted, and the device may still write into its pages.
 
-    wait_settled: waits up to so many seconds until the device is done with them; returns whether it
-    is.
+    wait_settled(timeout_s): waits until the device can no longer write into them.  Returns False
+    after the timeout.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CudaError(TuttiError):
         self.code = code
 
 
-#: What to do about what the system refuses.
+#: Remedies for errors of system calls, by errno.
 _ADVICE = {
     errno.ENOENT: "correct the path, or make what is missing",
     errno.ENOTDIR: "correct the path: one of its parts is not a folder",
@@ -192,8 +192,8 @@ _OTHER_ADVICE = "check the path, the device and the limits (ulimit -a)"
 
 
 def system_message(error: OSError) -> str:
-    """What the system refused, where, and what to do."""
-    if error.errno is None or error.strerror is None:  # not the system's own: it has its text
+    """The path, the error and the remedy, as one line."""
+    if error.errno is None or error.strerror is None:  # not from a system call: it has a message
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror}; {_ADVICE.get(error.errno, _OTHER_ADVICE)}"

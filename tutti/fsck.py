@@ -1,8 +1,8 @@
 """Checks a pool without changing one byte of it, and repairs what the check found.
 
 The check reads superblocks, snapshots and slot tables, then every object whose record has digests,
-and compares them slice by slice. Repair opens the pool in the ordinary way and loads the damaged
-objects, which quarantines them, or does so itself where they have no digests: they are misses then.
+and compares them slice by slice. Repair opens the pool as usual and loads the damaged objects,
+which quarantines them. It quarantines those without digests itself. Then all of them are misses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MEMORY_NBYTES = 64 * MiB
 _PROVE_OBJECTS = 64
 _TIMEOUT_S = 60.0
 _SEQUENCES_LEFT_MIN = 2**32
-_RECORD_RIGHT, _RECORD_WITHOUT_DIGESTS = 1, 2  # RecordTable.check
+_RECORD_RIGHT, _RECORD_WITHOUT_DIGESTS = 1, 2  # results of RecordTable.check
 
 Entries = npt.NDArray[np.void]
 Verdict = npt.NDArray[np.uint8]
@@ -66,8 +66,8 @@ class Finding:
     """One thing that is wrong.
 
     kind: "superblock", "clear", "counter", "snapshot", "lost", "record", "payload" or "unreadable".
-    slot: of the member; -1 and an empty key where the finding is about no object.  layers: whose
-    slices differ.
+    slot: number within the member; -1, with an empty key, where the finding concerns no object.
+    layers: those whose slices differ from their digests.
     """
 
     kind: str
@@ -82,12 +82,12 @@ class Finding:
 class FsckReport:
     """What a pool holds and what is wrong with it.
 
-    objects: that the next opening serves.  verified: read and compared.  without_digests: stored
-    without verification, so that nothing can be said of them.  torn: records whose magic or CRC is
-    wrong in slots that count as empty, as a crash leaves them.  lost: records that a member was
-    closed with and no longer has, where the snapshot that would name them is damaged too.
-    damaged: objects of the findings, also of those beyond FINDINGS_MAX; their keys are in
-    damaged_keys, and in blind_keys of those without digests, which no load would find out.
+    objects: served after the next opening.  verified: read and compared.  without_digests: stored
+    with verify="off", so they cannot be checked.  torn: records whose magic or CRC is wrong, in
+    slots that count as empty; a crash leaves such records.  lost: records that a member had when
+    it was closed and has no longer, while the snapshot that would name them is damaged too.
+    found: all findings; findings keeps the first FINDINGS_MAX.  damaged: all damaged objects; their
+    keys are in damaged_keys, and also in blind_keys where no load would find the damage.
     """
 
     pool_uuid: str = ""
@@ -113,7 +113,7 @@ class FsckReport:
         return self.found == 0
 
     def add(self, finding: Finding) -> None:
-        """One thing more is wrong."""
+        """Counts a finding, and keeps it while there are fewer than FINDINGS_MAX."""
         self.found += 1
         if finding.key:
             self.damaged += 1
@@ -124,9 +124,9 @@ class FsckReport:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What became of damaged objects: the first four numbers add up.
+    """What became of damaged objects: the first four numbers add up to all of them.
 
-    quarantined: will not be served again.  gone: were not served any more.  sound: another copy
+    quarantined: will not be served again.  gone: were no longer in the pool.  sound: another copy
     of the same key is intact and was kept.  left: could not be quarantined.  given_up: lost
     records (FsckReport.lost), whose objects are unknown: they are misses.  found_again:
     findings of a second check, which reads superblocks, snapshots and records but no objects.
@@ -158,8 +158,8 @@ def check(
 ) -> FsckReport:
     """Checks the pool in the namespaces of a controller and writes nothing.
 
-    names: what messages call the namespaces.  sample: compare only so many objects, drawn by
-    `seed`; by default all.  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
+    names: of the namespaces, for messages.  sample: how many objects to compare, drawn at random by
+    `seed` (default: all).  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
     MemberSwapped when no pool can be checked, MediumError for an unreadable slot table.
     """
     with opened_io(controller) as (engine, io):
@@ -180,8 +180,8 @@ def check(
 
 
 def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) -> RepairReport:
-    """Opens the pool, so that superblocks and snapshots are written anew, and quarantines the
-    damaged objects of a report.  Raises what `store.open` raises.
+    """Opens the pool, which rewrites superblocks and snapshots, and quarantines the damaged objects
+    of a report.  Raises what `store.open` raises.
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
     # Nothing is served here, so files that other users can change are accepted.
@@ -202,7 +202,7 @@ def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) 
 
 
 def prove_all(pool: store.ObjectStore, advance: Callable[[int], object] = lambda n: None) -> int:
-    """Verifies what an unclean close left unproven, once; returns how many objects stay so."""
+    """Verifies once what an unclean close left unproven; returns how many are still unproven."""
     for _ in range(0, _unproven(pool), _PROVE_OBJECTS):
         advance(pool.prove(_PROVE_OBJECTS))
     return _unproven(pool)
@@ -227,8 +227,8 @@ def _quarantine(pool: store.ObjectStore, key: bytes, is_blind: bool) -> str:
 
 
 def _superblocks_agree(io: BlockIo, names: Sequence[str], report: FsckReport) -> bool:
-    """Looks at both copies of every superblock; False when a clear was interrupted, because then
-    the pool has no contents before it is finished.
+    """Checks both copies of every superblock.  False when a clear was interrupted: then there is
+    nothing else to check, because the next opening finishes the clear.
     """
     found = []
     for nsid, name in enumerate(names, 1):
@@ -242,7 +242,7 @@ def _superblocks_agree(io: BlockIo, names: Sequence[str], report: FsckReport) ->
             except PoolCorrupt as error:
                 report.add(Finding("superblock", superblock.member_index, str(error)))
         report.pool_uuid = superblock.pool_uuid.hex()
-    check_members(found, names)  # other pools have other epochs
+    check_members(found, names)  # first: members of different pools have different epochs, too
     is_cleared = len({superblock.epoch for superblock in found}) > 1
     if is_cleared:
         message = "a clear was interrupted; the next opening of the pool finishes it"
@@ -251,7 +251,7 @@ def _superblocks_agree(io: BlockIo, names: Sequence[str], report: FsckReport) ->
 
 
 class _Tables:
-    """The slot tables of a pool, and the snapshots that stand for them after a clean close."""
+    """The slot tables of a pool, and the snapshots that replace them after a clean close."""
 
     def __init__(self, members: Members, report: FsckReport, progress: ProgressFactory) -> None:
         self._members = members
@@ -260,7 +260,7 @@ class _Tables:
         self._top = members.next_sequence
 
     def scan(self) -> Entries:
-        """What the next opening serves and can be verified: entries with pool-wide slots."""
+        """Entries, with pool-wide slot numbers, of the objects that can be verified."""
         report = self._report
         with self._progress("scan", report.slots) as bar:
             parts = [
@@ -302,7 +302,7 @@ class _Tables:
             else:
                 inside = (snapshot["slot"] >= done) & (snapshot["slot"] < done + records.size)
                 part = snapshot[inside]
-                torn[part["slot"] - done] = False  # a finding, or out of use: not empty
+                torn[part["slot"] - done] = False  # not empty slots: a finding, or quarantined
                 part = self._confirmed(part, records[part["slot"] - done], verdict, member, done)
             self._report.torn += int(np.count_nonzero(torn))
             quarantined = part["state"] == RecordState.QUARANTINED
@@ -317,7 +317,7 @@ class _Tables:
         return parts
 
     def _count_lost(self, member: int, found: int) -> None:
-        """Compares what the table holds with what a clean close counted, if there was one."""
+        """Compares the records of the table with the number that a clean close wrote, if any."""
         described = self._members.superblock(member).snapshot
         if not self._members.clean or described is None or found >= described.entries:
             return
@@ -330,7 +330,7 @@ class _Tables:
         self._report.add(Finding("lost", member, message))
 
     def _snapshot(self, member: int) -> Entries | None:
-        """The entries of a member's snapshot; None where the slot table counts."""
+        """The entries of a member's snapshot; None where the slot table must be used instead."""
         members = self._members
         superblock = members.superblock(member)
         if not members.clean or superblock.snapshot is None:
@@ -346,7 +346,7 @@ class _Tables:
     def _confirmed(
         self, part: Entries, records: Entries, verdict: Verdict, member: int, done: int
     ) -> Entries:
-        """The entries whose record says the same; the others are findings."""
+        """The entries that their records confirm; the others become findings."""
         held = verdict[(part["slot"] - done).astype(np.int64)] == RecordState.READY
         same = (records["key"] == part["key"]).all(axis=1)
         same &= records["sequence"] == part["sequence"]
@@ -460,7 +460,7 @@ class _Verifier:
         return int(batch.slots.size)
 
     def _recorded(self, batch: _Batch) -> tuple[U64, Verdict]:
-        """Digests (n, layers) of the records, and what each record is worth (RecordTable.check)."""
+        """Digests (n, layers) of the records, and the verdict on each (see RecordTable.check)."""
         digests = np.zeros_like(batch.digests)
         block = self._table.reserve(self._timeout_s)
         job = self._table.read(block, batch.slots, timeout_s=self._timeout_s)

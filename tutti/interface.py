@@ -39,8 +39,8 @@ def _count(name: str, value: Any) -> None:
     whole(name, value, 1, _COUNT_MAX)
 
 
-#: What the calls that stores implement check before anything is done; keys and pages are checked
-#: where they are converted.
+#: Rules for the arguments of the methods that stores implement, checked before anything is done.
+#: Keys and pages are checked where they are converted.
 _RULES: dict[str, dict[str, Rule]] = {
     "register": {"memory": instance(HostMemory)},
     "match": {"pin": pin_name, "proven": flag},
@@ -57,7 +57,7 @@ Keys = KeyArray | Sequence[bytes]
 
 
 class CatalogueCalls(Protocol):
-    """See Catalogue, whose methods these are."""
+    """The methods of a catalogue; see tutti.transfers.catalogue.Catalogue."""
 
     def keys(self, namespace: str | None = None) -> KeyArray: ...
     def objects(self, keys: KeyArray) -> list[ObjectInfo]: ...
@@ -70,9 +70,9 @@ class CatalogueCalls(Protocol):
 class Store(ABC):
     """An open pool.  Thread-safe; use it as a context manager or call ``close``.
 
-    ``len(store)`` is the number of objects, ``key in store`` looks up one of them.
+    ``len(store)`` is the number of objects, ``key in store`` looks up one object.
 
-    config: its settings.  layout: of its objects.  geometry: byte offsets of all parts of the pool.
+    config: settings.  layout: of the objects.  geometry: byte offsets of all parts of the pool.
     catalogue: lists, pins, expires and deletes objects.
     """
 
@@ -90,9 +90,9 @@ class Store(ABC):
 
     @property
     def scheduler(self) -> Dispatcher | None:
-        """Decides when puts and loads are issued; post to it what the model computes.
+        """Decides when puts and loads are issued; None when each is issued at once.
 
-        None when each is issued at once.
+        Post the steps of the model to it as events: see docs/scheduler.md.
         """
         return self._queue.dispatcher
 
@@ -107,9 +107,9 @@ class Store(ABC):
         """Executes the engine's commands.  Raises AgentLost while the agent is away."""
 
     def path_of(self, keys: npt.NDArray[np.uint8]) -> tuple[str, int]:
-        """The path of these objects ("direct", "page cache", "both"), and how often paths changed.
+        """Returns the path of objects, and how often the pool's groups have changed paths.
 
-        keys: as for ``match``.
+        keys: uint8 (n, 16).  The path is "direct", "page cache", or "both" for objects of each.
         """
         return "direct", 0
 
@@ -120,18 +120,18 @@ class Store(ABC):
 
     @abstractmethod
     def register(self, memory: HostMemory) -> HostMemory:
-        """Registers paged memory, so that ``put`` and ``load`` may name its pages.
+        """Registers paged memory, so that ``put`` and ``load`` may name its pages.  Returns it.
 
-        Raises PoolMismatch when its layout is not the pool's, CapacityError when the GPU engine of
-        memory in a GPU has no room for a page of it.
+        Raises PoolMismatch when its layout is not the pool's, ConfigError when it is registered
+        already, Unsupported when the drive cannot reach it, and CapacityError when a GPU engine has
+        no room to stage one of its pages.
         """
 
     @abstractmethod
     def unregister(self, memory: HostMemory) -> None:
-        """Takes ``register`` back, once no transfer of this memory is under way; none begins
-        meanwhile.
+        """Undoes ``register``: waits for transfers of the memory, and lets no new ones begin.
 
-        Raises DeviceTimeout when those under way do not end in time; the memory stays registered.
+        Raises DeviceTimeout when they do not end in time; the memory stays registered then.
         """
 
     def allocate_memory(
@@ -144,17 +144,18 @@ class Store(ABC):
 
     @abstractmethod
     def attach(self, part: Closable) -> None:
-        """Closes ``part`` with the store: after the engine, before the controller."""
+        """Has ``close`` close ``part`` too, after the engine and before the controller."""
 
     @abstractmethod
     def match(self, keys: Keys, *, pin: bool | str = False, proven: bool = False) -> int:
         """Returns how many of ``keys``, from the first on without a gap, are in the pool.
 
         keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
-        pin: protects the found objects from eviction during the next ``pin_lookups`` look-ups, as
-        far as ``pin_share`` allows.  A name instead of True: until ``unpin`` or its next look-up.
-        proven: counts only objects that need no verification before they are served; after an
-        unclean close see ``prove``.  Returns 0 while recovery runs.  Raises KeySizeError.
+        pin: True protects these objects from eviction during the next ``pin_lookups`` look-ups.  A
+        name does so until ``unpin``, or until the next look-up that pins by that name, if sooner.
+        Objects beyond ``pin_share`` are not counted.  See StoreConfig for both limits.
+        proven: counts only objects that need no verification before they are served; see ``prove``.
+        Returns 0 until recovery is done.  Raises KeySizeError, PoolClosed.
         """
 
     @abstractmethod
@@ -163,13 +164,13 @@ class Store(ABC):
     ) -> npt.NDArray[np.bool_]:
         """Returns for each of ``keys`` whether it is in the pool: bool (n,).
 
-        Arguments as for ``match``, and one look-up whatever n is.  Where not all can be pinned,
-        the last ones are.
+        Arguments as for ``match``; counts as one look-up for any n.  Where ``pin_share`` does not
+        allow to pin all found objects, the last ones are pinned and the others are not reported.
         """
 
     @abstractmethod
     def unpin(self, name: str | None = None) -> None:
-        """Releases the pins of look-ups by this name; without a name, those of all look-ups."""
+        """Releases the pins that look-ups made by this name; without a name, those of all."""
 
     @takes(namespace=text)
     @uninterrupted(lambda _, ticket: ticket.wait_ended(UNDO_S))
@@ -186,12 +187,12 @@ class Store(ABC):
     ) -> PutTicket:
         """Starts to store pages under keys.  Objects that are in the pool already stay unchanged.
 
-        keys: as for ``match``, each the successor of the one before; ``parent`` precedes the
-        first and has ``depth - 1`` pages before it.  pages: page numbers (n,) in ``memory``, which
-        may be left out when only one is registered; they must not change before the ticket is
-        done.  Pages that do not fit, because all slots are in use, are dropped and counted.
-        ttl_s: removes the objects after this time, in steps of 64 s.  namespace: owner of the
-        objects in the catalogue.
+        keys: as for ``match``: consecutive pages of a chain.  parent: key of the page before the
+        first, None at the start of a chain.  depth: number of pages before the first.
+        pages: page numbers (n,) in ``memory``, which may be left out when only one is registered;
+        their bytes must not change before the ticket is done.  Pages for which no slot can be
+        freed are dropped and counted.  ttl_s: removes the objects after this time, in steps of
+        64 s.  namespace: owner of the objects in the catalogue.
         Raises KeySizeError, PageRangeError, ConfigError, PoolClosed or DeviceTimeout (no staging).
         """
         paged = self._memory(memory)
@@ -213,13 +214,13 @@ class Store(ABC):
     ) -> LoadTicket:
         """Starts to read objects into pages; layers become ready one after another.
 
-        keys, pages, memory: as for ``put``.  batch: the step of the model that needs the pages, see
-        ``StepBegan``, or the name of a load that the queue was told of and has issued.
-        ahead: nothing waits for the pages yet: host memory gets them after those of other loads,
-        until ``LoadTicket.wait_layer`` is called.
+        keys, pages, memory: as for ``put``.  batch: name by which a ``StepBegan`` event calls for
+        this load.  A load that was announced to the scheduler and issued under this name makes
+        this one start at once.  ahead: nothing waits for the pages yet, so into host memory they
+        are read after all other loads, until ``LoadTicket.wait_layer`` is called.
         Raises KeyMissing unless every key is in the pool, ConfigError for a page that is given to
-        two keys, PagesInUse when it was aborted after a partial start and the device may still
-        write into ``pages``; after any other error nothing does.
+        two keys, and the errors of ``put``.  Raises PagesInUse when it was aborted after a partial
+        start and the device may still write into ``pages``; after other errors it does not.
         """
         array, paged = as_keys(keys), self._memory(memory)
         numbers = paged.check_pages(pages, once=self.config.verify != "off")
@@ -229,7 +230,7 @@ class Store(ABC):
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:
         """Removes objects, pinned ones too, and returns how many; durable on return.
 
-        Waits for transfers of them.  Raises DeviceTimeout when those do not end in time.
+        Waits for transfers of these objects.  Raises DeviceTimeout when they do not end in time.
         """
         return self.catalogue.delete(keys, timeout_s=timeout_s)
 
@@ -245,13 +246,13 @@ class Store(ABC):
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
         """Verifies up to ``max_objects`` objects that an unclean close left unproven.
 
-        Intact ones are served from then on, damaged ones are quarantined.  Returns how many were
-        read: 0 after a round through the pool.  Raises DeviceTimeout.
+        Intact ones need no verification from then on; damaged ones are removed.  Returns how many
+        were read: 0 at the end of each round through the pool.  Raises DeviceTimeout.
         """
 
     @abstractmethod
     def quarantine(self, keys: Keys) -> int:
-        """Removes objects and never uses their slots again.  Returns how many."""
+        """Removes proven objects and takes their slots out of use.  Returns how many."""
 
     @abstractmethod
     def wait_recovered(self, timeout_s: float = 600.0) -> None:
@@ -261,21 +262,21 @@ class Store(ABC):
     def stats(self) -> dict[str, Any]:
         """Returns the counters since the pool was opened, and its usage.
 
-        profile: where the scheduler's profile came from ("file", "cache", "measured", "estimated"
-        or "given"), "off" without one.  scheduler: its counters, see docs/scheduler.md.
+        profile: source of the scheduler's profile ("file", "cache", "measured", "estimated" or
+        "given"), "off" without a scheduler.  scheduler: its counters, see docs/scheduler.md.
         """
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
         """Ends all transfers, writes the snapshots and marks the pool clean.
 
-        A command past its deadline may still be answered, which frees its memory and leaves the
-        pool clean: `close` waits ``timeout_s`` for that, and resets the device then.  It resets at
-        once where nothing else is left than what an engine on the GPU has given up.
+        Waits ``timeout_s`` (default: that of the config) for commands that are past their deadline,
+        because a late answer still leaves the pool clean.  Then it resets the device; at once where
+        only commands are left that an engine on the GPU has abandoned.
 
         Raises DeviceTimeout when the device does not answer in time, and PoolMoved when a member
-        is no longer the file under its name: the pool is then left unclean.  Raises ConfigError in
-        a callback, and closes nothing: close it in another thread.
+        is no longer the file under its name; the pool is not marked clean then.  Raises ConfigError
+        when it is called in a callback; call it in another thread.
         """
 
     def __len__(self) -> int:
@@ -319,7 +320,7 @@ class Store(ABC):
 
     @abstractmethod
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
-        """The pages of `_chosen` memory.  Raises PoolClosed."""
+        """The pages of the memory that `_chosen` returns.  Raises PoolClosed."""
 
     @staticmethod
     def _chosen(memory: HostMemory | None, registered: Sequence[HostMemory]) -> HostMemory:

@@ -16,7 +16,7 @@ from tutti.scheduler import policy
 def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, str | int]:
     """Processor, memory and kernel, for JSON.
 
-    directory: its disk and file system are described as well; or a device or drive instead.
+    directory: describes its disk and file system as well; may also be a device or a drive.
     """
     described: dict[str, str | int] = {
         "cpu": _field("/proc/cpuinfo", "model name"),
@@ -37,7 +37,7 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
 
 
 def scheduler_form() -> str:
-    """Whether it is "compiled", or "interpreted": by a Python for which it was not built."""
+    """How the scheduler's code runs: "compiled" (an extension module), or "interpreted"."""
     return "compiled" if policy.__file__.endswith(".so") else "interpreted"
 
 

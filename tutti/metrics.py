@@ -105,8 +105,8 @@ LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"
 class StoreCollector(Collector):
     """Collects stores for a Prometheus registry.
 
-    stores: by the value of the label `pool`; or a function that returns them as they are now.
-    A store whose counters cannot be read has no samples but `tutti_up` 0.
+    stores: by the value of their label `pool`, or a function that returns the current ones so.
+    A store whose counters cannot be read has only one sample: `tutti_up` 0.
     """
 
     def __init__(self, stores: Mapping[str, Store] | Callable[[], Mapping[str, Any]]) -> None:
@@ -230,12 +230,12 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
         stats: dict[str, Any] = store.stats()
     except TuttiError:
         return None
-    if not stats.get("connected", 1):  # to the agent: these are older
+    if not stats.get("connected", 1):  # without a connection to the agent the numbers are old
         return None
     found = numbers(stats)
     if (budget := store.config.write_budget_nbytes) is not None:
         found["write_budget_nbytes"] = budget
-    if (members := getattr(store, "members", None)) is not None:  # not those of an agent's pool
+    if (members := getattr(store, "members", None)) is not None:  # a client's store has none
         found["missing_members"] = members.count - len(members.present)
     return found
 

@@ -1,7 +1,7 @@
-"""The dimensions of a model's KV from its config.json, by the names that SGLang takes.
+"""Reads the dimensions of a model's KV from its config.json.
 
-A folder with a config.json, or a name such as "Qwen/Qwen3-8B" whose files Hugging Face's cache
-holds. Nothing is downloaded.
+A model is named as for SGLang: a folder with a config.json, or a name such as "Qwen/Qwen3-8B" whose
+files are in Hugging Face's local cache. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CONFIG_NBYTES_MAX = 1 << 20
 
 
 def model_layout(name: str, page_size: int, dtype: str) -> KVLayout | None:
-    """The layout of all heads and layers of a model; None where its dimensions are not known here.
+    """The layout of all heads and layers of a model; None if it has no config.json here.
 
     Raises ConfigError for a config.json that does not describe KV in one shape for all layers.
     """
@@ -51,7 +51,7 @@ def _layout(config: dict[str, Any], page_size: int, dtype: str) -> KVLayout:
 
 
 def _config_path(name: str) -> Path | None:
-    # Where no home folder is known "~" stays, and nothing is found; pathlib raises RuntimeError.
+    # Without a home folder this leaves "~", and nothing is found; pathlib would raise RuntimeError.
     folder = Path(os.path.expanduser(name))
     if (folder / "config.json").is_file():
         return folder / "config.json"
@@ -61,7 +61,7 @@ def _config_path(name: str) -> Path | None:
 
 
 def _hub() -> Path:
-    """Where Hugging Face's libraries keep files, by their own variables."""
+    """The cache folder of Hugging Face's libraries, by their environment variables."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
 

@@ -31,7 +31,7 @@ NO_SLOT = 0xFFFFFFFF
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Where in an array numpy's C interface (`PyArrayObject_fields`) has its address and its flags.
+#: Offsets of the address and of the flags in an array object (numpy's `PyArrayObject_fields`).
 _DATA, _FLAGS, _C_CONTIGUOUS = object.__basicsize__, object.__basicsize__ + 48, 1
 _word_at = ctypes.c_uint64.from_address
 
@@ -51,7 +51,7 @@ class NativeIndex(ctypes.Structure):
     )
 
 
-#: Sizes of gaps that are told apart.
+#: Buckets of the histogram of gaps (tutti/placement/reuse.py).
 GAPS = 33
 
 
@@ -153,7 +153,7 @@ _TABLES = ctypes.POINTER(NativeLoadTables)
 #: By the name of a function: the type of its result, and those of its arguments.
 Prototypes = dict[str, tuple[Any, tuple[Any, ...]]]
 
-#: In microseconds for a few records.
+#: Takes microseconds for a few records, so it is declared for both ways to call the library.
 _FILL: Prototypes = {
     "tutti_records_fill": (None, (_POINTER, _U64, _POINTER, _U32, *[_POINTER] * 4))
 }
@@ -168,7 +168,7 @@ _PROTOTYPES: Prototypes = {
     **_FILL,
 }
 
-#: Calls of microseconds, which keep the GIL: to give it up and take it again costs more.
+#: Calls of microseconds, which keep the GIL: to release and take it again would cost more.
 _QUICK: Prototypes = {
     "tutti_object_keys": (None, (_POINTER, _POINTER, _U64, _U64, _POINTER)),
     "tutti_named_keys": (_U32, (_POINTER, _POINTER, _U64, _U64, _POINTER)),
@@ -203,11 +203,11 @@ _QUICK: Prototypes = {
 def load(path: Path) -> ctypes.CDLL:
     """Loads the library at `path` and declares its functions.
 
-    Raises NativeError when it is missing, cannot be loaded or has another ABI version, or where
-    numpy's arrays are not what `address` takes them for.
+    Raises NativeError when it is missing, cannot be loaded or has another ABI version, or when
+    numpy's arrays do not have the memory layout that `address` expects.
     """
     array = np.zeros((2, 2), np.uint8)
-    turned = array.T  # which is not contiguous
+    turned = array.T  # not C-contiguous
     flags = [_word_at(id(a) + _FLAGS).value & _C_CONTIGUOUS for a in (array, turned)]
     if flags != [1, 0] or address(array) != array.ctypes.data:
         message = f"the arrays of numpy {np.__version__} are unknown; install an older version"
@@ -228,9 +228,9 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def declare(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
-    """The same library, which now knows the types of these functions.
+    """Sets the types of these functions, and returns the library.
 
-    Raises NativeError when it lacks one: it was built from other sources than these.
+    Raises NativeError when it lacks one because it was built from other sources.
     """
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name, None)
@@ -243,7 +243,7 @@ def declare(library: ctypes.CDLL, prototypes: Prototypes) -> ctypes.CDLL:
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The library near this file or in `LIBRARY_VARIABLE`, loaded once; see `load` for errors."""
+    """The library next to this file, or the one that `LIBRARY_VARIABLE` names; see `load`."""
     return load(_path())
 
 
@@ -281,9 +281,9 @@ def object_keys(fingerprint: bytes, hashes: Bytes) -> Bytes:
 
 
 def named_keys(fingerprint: bytes, names: Sequence[str]) -> Bytes | None:
-    """As `object_keys`, of hexadecimal digits; None unless all names are that, of one length."""
+    """As `object_keys`, of hashes in hexadecimal; None unless all are that and of one length."""
     n, digits = len(names), len(names[0])
-    # With line feeds between them the length of the whole tells that of each.
+    # Native code checks where the line feeds are; with the total length, all names have one length.
     text = "\n".join(names).encode(errors="replace")
     nbytes, odd = divmod(digits, 2)
     if odd or not 0 < nbytes <= HASH_NBYTES_MAX or len(text) != n * (digits + 1) - 1:

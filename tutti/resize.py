@@ -1,12 +1,12 @@
-"""Gives a pool another size.
+"""Changes the size of a pool.
 
-In files: its objects go to new files, which then take the old names. The old files stay as they are
-until the new ones are complete.
+A pool in files: its objects are copied to new files, which are then renamed to the old names. The
+old files do not change until the new ones are complete.
 
-On devices: its objects go to a pool in a file, the spool, and back when the devices are formatted
-anew. The spool gets its final name when it is complete; the devices are not changed before, and it
-stays until they are complete. From its name a second call knows what to go on with (`_Spool`), and
-never on devices that hold anything else.
+A pool on devices: its objects are copied to a pool in a file, the spool, and back after the devices
+were formatted. The spool gets its final name when it is complete, before the devices change, and is
+removed when they are complete. A second call after an interruption reads from this name what is
+left to do (`_Spool`). It refuses devices with other data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tutti.transfers.put_request import PutRequest
 
 _BATCH_NBYTES = 64 * MiB
 _WAIT_S = 120.0
-#: Slots that stay free in the new pool, at least.
+#: Minimum number of slots that stay free in the new pool.
 _RESERVE = 16
 _SPOOL = "tutti-resize-"
 
@@ -60,8 +60,8 @@ Progress = Callable[[int, int], None]
 
 
 class _Spool(NamedTuple):
-    """What the name of a complete spool tells: the UUIDs of the old pool and, once there is one, of
-    the new pool; the generation of the old one when it was copied; the number of devices.
+    """The parts of a complete spool's file name: the UUIDs of the old pool and, once it exists, of
+    the new pool; the generation of the old pool when it was copied; the number of devices.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class _Spool(NamedTuple):
             raise ConfigError(f"{path} is not named as a resize names it; move it away") from None
 
     def named(self, **changes: Any) -> _Spool:
-        """Renames the file, by its changes."""
+        """Renames the file after these changes of its parts."""
         it = self._replace(**changes)
         name = f"{_SPOOL}{it.old}-{it.generation}-{it.devices}-{it.new}.tutti"
         path = self.path.rename(self.path.with_name(name))
@@ -88,8 +88,8 @@ class _Spool(NamedTuple):
 
 
 class Resized(NamedTuple):
-    """Objects that went along, were damaged, and had no room: those used least recently of the ones
-    that are not pinned.
+    """Numbers of objects that were copied, were damaged, and were dropped because they did not fit:
+    the least recently used ones that are not pinned.
     """
 
     kept: int
@@ -105,15 +105,15 @@ def resize(
     executor: str = "auto",
     progress: Progress | None = None,
 ) -> Resized:
-    """Gives a closed pool ``capacity`` bytes in all, as many members as before.
+    """Changes the total size of a closed pool to ``capacity``; its number of members stays.
 
-    Pins, expiries, namespaces and the order of use go along. The file systems need room for the
-    new files while the old ones are there. through: for a pool on devices, a folder with room for
-    its objects. progress: called with (objects done, objects).
-    Raises Unsupported for devices without a folder, CapacityError, PoolInUse, PoolReadOnly before
-    anything is copied when the new files cannot have the old ones' owner, PoolExists when the
-    folder has the objects of a pool that was not on these devices, and what opening and formatting
-    raise.
+    Pins, expiries, namespaces and the order of use are kept. The file systems need room for old and
+    new files at the same time. through: for a pool on devices, a folder with room for its objects.
+    progress: called with (objects done, objects).
+    Raises Unsupported for devices without ``through``, CapacityError, PoolInUse, PoolReadOnly when
+    the new files cannot get the owner of the old ones (before anything is copied), PoolExists when
+    the folder has a spool of another pool than that of the devices, and the errors of opening and
+    formatting.
     """
     names = pool_members(paths)
     if are_drives(names) or any(device_name(name) is not None for name in names):
@@ -125,7 +125,7 @@ def resize(
         return _resize_devices(names, parse_nbytes(capacity), Path(through), executor, progress)
     if through is not None:
         raise ConfigError("files are resized without another folder; leave --through out")
-    names = [resolve(name) for name in names]  # or a link would become the pool
+    names = [resolve(name) for name in names]  # otherwise a file would replace a symbolic link
     replacement.finish(names)
     news = replacement.beside(names)
     with open_pool(names, executor=executor, profile=None) as old:
@@ -154,7 +154,7 @@ def resize(
 def _resize_devices(
     names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
 ) -> Resized:
-    """Copies out, formats and copies back; or, where a spool is complete, what is left of that."""
+    """Copies out, formats and copies back; where a spool is complete, only what is left to do."""
     spools = list(folder.glob(f"{_SPOOL}*.tutti"))
     if len(spools) > 1:
         files = ", ".join(map(str, spools))
@@ -172,7 +172,7 @@ def _resize_devices(
     found = _generations(names, spool)
     if not spool.new or found.keys() != {spool.new}:
         if found.keys() == {spool.old} and found[spool.old] != spool.generation:
-            _check_unused(names, spool, executor)  # with a device erased it cannot have been used
+            _check_unused(names, spool, executor)  # not needed once a device is erased
         with open_pool(spool.path, executor=executor, profile=None) as source:
             layout = source.layout
             source.wait_recovered()
@@ -208,8 +208,8 @@ def _resize_devices(
 def _spool(
     names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
 ) -> tuple[_Spool, Resized]:
-    """A complete file with the objects that fit into a pool of ``capacity`` bytes; the old pool is
-    empty then, and its groups are deallocated.
+    """Copies the objects that fit into a pool of ``capacity`` bytes to a complete spool; then
+    clears the old pool and deallocates its groups.
     """
     with open_pool(names, executor=executor, profile=None) as old:
         old.wait_recovered()
@@ -233,7 +233,7 @@ def _spool(
         complete = _Spool(part, uuid, generation, len(names), "").named()
         try:
             old.clear(deallocate=True)
-        except BaseException:  # what is left would look as if the pool was used since
+        except BaseException:  # objects that stay would look as if the pool had been used since
             old.clear()
             raise
     return complete, result
@@ -252,11 +252,10 @@ def _check_unused(names: list[str], spool: _Spool, executor: str) -> None:
 
 
 def _generations(names: Sequence[str], spool: _Spool) -> dict[str, int]:
-    """Of the pools whose superblocks are on these devices, by their UUIDs; "" and 0 for a device
-    that starts with zeros.
+    """Generations of the pools on these devices, by UUID; "" and 0 stand for a device without one.
 
-    Raises PoolExists for what is neither of the spool's pools nor empty: zeros, or a pool that was
-    never opened, as an interrupted format leaves it.
+    Raises PoolExists for a device that has no superblock of the spool's pools and is not empty.
+    Empty are zeros, and a pool that was never opened, as an interrupted format leaves it.
     """
     found: dict[str, int] = {}
     with open_controller(names) as controller, opened_io(controller) as (_, io):
@@ -283,7 +282,7 @@ def _planned(old: ObjectStore, names: Sequence[str], capacity: int) -> Geometry:
 
 
 def _room(new: Geometry, members: int) -> int:
-    """Objects that a new pool takes so that none of them is evicted."""
+    """How many objects fit into a new pool without evicting any of them."""
     slots = new.slots * members
     return slots - min(slots // 8, max(_RESERVE, new.group_slots, reserve_slots(slots)))
 
@@ -306,7 +305,9 @@ def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None, room: i
 
 
 def _wanted(old: ObjectStore, room: int) -> Keys:
-    """At most so many keys, by their use: those that are pinned, and the last of the others."""
+    """At most ``room`` keys, least recently used first: those of pinned objects, and of the others
+    the most recently used.
+    """
     keys = old.catalogue.keys_by_use()
     if len(keys) <= room:
         return keys
@@ -325,18 +326,18 @@ def _wanted(old: ObjectStore, room: int) -> Keys:
 def _copy_batch(
     old: ObjectStore, new: ObjectStore, memory: HostMemory, infos: list[ObjectInfo]
 ) -> int:
-    """Loads and verifies objects, and puts those that are right; how many."""
+    """Loads and verifies objects, and puts the intact ones; returns how many."""
     keys = as_keys([info.key for info in infos])
     try:
         ticket = old.load(keys, np.arange(len(infos)), memory=memory)
-    except KeyMissing:  # one was found damaged meanwhile: the others one by one
+    except KeyMissing:  # one was found damaged meanwhile: load them one by one
         if len(infos) == 1:
             return 0
         return sum(_copy_batch(old, new, memory, [info]) for info in infos)
     if not ticket.wait_settled(_WAIT_S):
         raise DeviceTimeout("the pool's device does not answer; check it, then try again")
     bad = set(ticket.failed().tolist())
-    if any(old.match([infos[row].key]) for row in bad):  # what is damaged is not found any more
+    if any(old.match([infos[row].key]) for row in bad):  # damaged ones would be quarantined by now
         raise MediumError("objects could not be read; check the pool's device, then try again")
     good = [page for page in range(len(infos)) if page not in bad]
     stored = 0
@@ -356,7 +357,7 @@ def _copy_batch(
         done = new.put_request(request).wait(_WAIT_S)
         if done.dropped:
             raise CapacityError(f"the new pool had no room for {done.dropped} objects; try again")
-        stored += done.stored + done.present  # these by a call that was interrupted
+        stored += done.stored + done.present  # present: stored by a call that was interrupted
     pinned = [info.key for info in infos if info.pinned]
     if pinned:
         new.catalogue.pin(as_keys(pinned))

@@ -72,8 +72,8 @@ from tutti.transfers.tickets import PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
 from tutti.transfers.writer import Writer
 
-_CLOSE_WAITS = 8  # a close waits for so many things, one after another
-_PROVE_TRIES = 16  # to read objects before one of them is evicted
+_CLOSE_WAITS = 8  # at most so many waits of timeout_s each are in one close
+_PROVE_TRIES = 16  # attempts to read a batch before one of its objects is evicted
 #: Settings that ``open`` takes inside a StoreConfig only.
 _IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "durability"})
 
@@ -81,7 +81,7 @@ _IN_CONFIG = sorted({field.name for field in fields(StoreConfig)} - {"verify", "
 class ObjectStore(Owned, Store):
     """A pool that this process has opened.
 
-    Made by ``open`` for files, or directly over any controller whose namespaces hold a pool.
+    Made by ``open``, or directly over any controller whose namespaces hold a pool.
     """
 
     catalogue: Catalogue
@@ -98,8 +98,8 @@ class ObjectStore(Owned, Store):
     ) -> None:
         """Opens the pool on the namespaces of ``controller``, which the store then owns.
 
-        names: what messages call the namespaces.  schedule_of: the schedule of a pool of this
-        layout, where the config has none.
+        names: of the namespaces, for messages.  schedule_of: returns the schedule for the pool's
+        layout; called when the config has none.
         """
         self._controller = controller
         self.config = config or StoreConfig()
@@ -198,7 +198,7 @@ class ObjectStore(Owned, Store):
 
     @uninterrupted(lambda _, ticket: ticket.wait_ended(UNDO_S))
     def put_request(self, request: PutRequest) -> PutTicket:
-        """As ``put``, of a request that was checked."""
+        """As ``put``, for a request that was checked."""
         return PutTicket(self._queue.put(request))
 
     @uninterrupted()
@@ -207,14 +207,14 @@ class ObjectStore(Owned, Store):
             start = self._prove_from
             for _ in range(_PROVE_TRIES):
                 keys, self._prove_from = self._core.unproven_keys(max_objects, start)
-                with contextlib.suppress(KeyMissing):  # one was evicted: the others still count
+                with contextlib.suppress(KeyMissing):  # one was evicted: choose again
                     self._read_once(keys, timeout_s)
                     return len(keys)
             self._prove_from = start
             raise DeviceTimeout("objects were evicted as fast as they were chosen; try again")
 
     def _read_once(self, keys: npt.NDArray[np.uint8], timeout_s: float) -> None:
-        """Reads objects that are unproven, which verifies them, into memory of its own."""
+        """Reads unproven objects into temporary memory, which verifies them."""
         if not len(keys):
             return
         memory = HostMemory.allocate(self.layout, len(keys))
@@ -249,13 +249,13 @@ class ObjectStore(Owned, Store):
     def reuse_quarantined(self) -> int:
         """Frees the slots in quarantine, on the medium too.  Returns how many.
 
-        For a drive that was repaired or whose damage came from elsewhere: a place that damages
-        bytes again is found by the digest of its next object.  Raises DeviceTimeout.
+        Use it when the drive was repaired, or when the damage had another cause.  A slot that is
+        still bad is found by the digests of its next object.  Raises DeviceTimeout.
         """
         core = self._core
         timeout_s = self.config.timeout_s
         with core.admitted(timeout_s), core.lock:
-            # A record that says quarantined and comes late would replace that of the next object.
+            # A quarantine record that is written late would replace that of the slot's next object.
             if not core.changed.wait_for(lambda: not self._reclaimer.busy, timeout_s):
                 raise DeviceTimeout("records are still being written; try again")
             state, pins = core.index.state, core.index.pins
@@ -328,7 +328,7 @@ class ObjectStore(Owned, Store):
 
     def _end(self, timeout_s: float) -> None:
         try:
-            if not self._closed:  # else this goes on with a close that failed
+            if not self._closed:  # otherwise this continues a close that failed
                 self._closed = True
                 self._settle(timeout_s)
         finally:
@@ -350,7 +350,7 @@ class ObjectStore(Owned, Store):
         assert self._resources.recovery is not None, "started with the store"
         self._resources.recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s, self._resources.lost_jobs)
-        # What is unproven stays so: a pool that has some is left as a crash leaves it.
+        # A pool with unproven objects is not marked clean, so that they stay unproven.
         if quiet and core.ready and core.failure is None:
             self._io.flush(self.members.nsids())
             self.controller.check_places()
@@ -390,19 +390,19 @@ def open(
 ) -> ObjectStore:
     """Opens a pool, formatting it first when it does not exist and ``capacity`` is given.
 
-    paths: one path, or several members over which the pool is striped, in a fixed order: files,
-    folders, which hold a file of the pool (docs/operations.md), devices, or drives as
-    "nvme:0000:03:00.0", see docs/vfio.md.  Devices and drives are formatted here only if
-    they were labelled for it by ``tutti format --for-server``.  The pool's threads and its memory
-    are on the NUMA node of its drives, if sysfs names one for all.
-    layout: what the pool must hold; left out, whatever it holds.  That of a new pool names its
-    model, see KVLayout.  capacity: total size of a new pool, as bytes or "64GiB"; a pool that
-    is there keeps its size, and a difference is logged.
-    verify, durability: see StoreConfig, which ``config`` gives as a whole instead.
-    executor: "auto", "uring" or "threads".
-    profile: by which puts yield to loads: "auto" finds one (cached, measured in at most 2 s, or
-    estimated), a path names one that `tutti profile` wrote, None issues all at once, which suits a
-    benchmark of the drive.
+    paths: one path, or those of all members over which the pool is striped, always in the same
+    order.  Each is a file, a folder that holds a file of the pool (docs/operations.md), a block
+    device, or a drive such as "nvme:0000:03:00.0" (docs/vfio.md).  Devices and drives are formatted
+    here only if ``tutti format --for-server`` has labelled them.  The pool's threads and memory are
+    on the NUMA node of its drives, if sysfs reports the same node for all.
+    layout: the layout that the pool must have (default: any).  That of a new pool names its model,
+    see KVLayout.  capacity: total size of a new pool, in bytes or as "64GiB"; an existing pool
+    keeps its size, and a difference is logged.
+    verify, durability: see StoreConfig; ``config`` sets all settings instead.
+    executor: "uring", "threads", "passthrough", or "auto" (io_uring unless the kernel refuses it).
+    profile: the times by which puts yield to loads.  "auto" finds a profile (cached, measured in at
+    most 2 s, or estimated), a path names one that `tutti profile` wrote, and None issues every
+    transfer at once, which suits a benchmark of the drive.
     Raises PoolNotFound, PoolMismatch, PoolInUse, PoolCorrupt, PoolUntrusted, MemberMissing,
     CapacityError and others of tutti.errors.
     """
@@ -424,7 +424,7 @@ def open(
                 check_owners(controller)
             store = ObjectStore(controller, names, config=config, schedule_of=schedule_of)
         except BaseException:
-            with contextlib.suppress(TuttiError):  # a device that is stuck keeps it
+            with contextlib.suppress(TuttiError):  # a stuck device keeps its controller
                 controller.close()
             raise
     if layout is not None and layout != store.layout:

@@ -49,7 +49,7 @@ DRIVES: Mapping[str, tuple[str, str]] = {
 
 
 def numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """``stats`` with the counters of its scheduler beside its own, and times in seconds."""
+    """``stats`` merged with the counters of its scheduler, and with times in seconds."""
     queue = stats.get("scheduler", {})
     return {
         **queue,
@@ -63,7 +63,7 @@ def numbers(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drive_numbers(stats: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    """(name of DRIVES, number of the drive, direction, value)."""
+    """Yields (key of DRIVES, number of the drive, direction, value)."""
     for number, drive in enumerate(stats.get("drives", ())):
         for direction, moved in (("read", "read_nbytes"), ("write", "written_nbytes")):
             values = (
