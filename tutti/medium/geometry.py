@@ -44,7 +44,10 @@ class LayoutShape(Protocol):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where everything lies on each member of a pool; all follows from five numbers."""
+    """Offsets of all parts of a member; they follow from five numbers and are equal on all members.
+
+    segments: bytes of each.  group_slots: slots of a group.  groups: of one member.
+    """
 
     layers: int
     segments: tuple[int, ...]
@@ -75,10 +78,10 @@ class Geometry:
         group_slots: int | None = None,
         members: int = 1,
     ) -> Geometry:
-        """The geometry for `members` members of at least this capacity in bytes each.
+        """The largest geometry that fits into `members` members of this capacity in bytes each.
 
-        Without `group_slots` one layer of a group is the largest power of two of slices in 2 MiB,
-        less where the pool would have fewer than 16 groups.
+        Without `group_slots` a group has the largest power of two of slots (at most 256) of which
+        one layer fits into 2 MiB, and fewer where the pool would have fewer than 16 groups.
         Raises LayoutError if padding and records cost too much, CapacityError below one group.
         """
         one = cls(layout.layers, tuple(layout.segments), lba_nbytes, 1, 1)
@@ -92,7 +95,7 @@ class Geometry:
         if group_slots is None:
             fitting = max(1, GROUP_LAYER_NBYTES // one.slice_padded_nbytes)
             group_slots = min(GROUP_SLOTS_MAX, 1 << (fitting.bit_length() - 1))
-            # What the superblock and the records take is not there for groups.
+            # Superblocks and records take their part of the capacity.
             room_nbytes = max(0, capacity_nbytes_per_member - one.groups_offset)
             slots = members * (room_nbytes // one.group_nbytes)
             while group_slots > 1 and slots < GROUPS_LEAST * group_slots:
@@ -105,7 +108,7 @@ class Geometry:
                 f" ({format_nbytes(least.member_nbytes)}){smaller}"
             )
         group_nbytes = least.group_nbytes + group_slots * (RECORD_NBYTES + SNAPSHOT_ENTRY_NBYTES)
-        # What lies beyond the pool's last slot number stays unused.
+        # Space beyond the highest slot number stays unused.
         slots_max = SLOTS_MAX // members
         groups = min(capacity_nbytes_per_member // group_nbytes + 1, slots_max // group_slots)
         planned = cls(one.layers, one.segments, lba_nbytes, group_slots, groups)

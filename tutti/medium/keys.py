@@ -1,8 +1,8 @@
 """ObjectKeys: 16 bytes that name one page of KV, from page hashes or from token ids.
 
-XXH3 is fast and well mixed but no cryptographic hash: who chooses token ids freely can construct
-collisions of `chain_keys`. Where tenants do not trust each other, start from a cryptographic page
-hash (`object_keys`), as SGLang's SHA-256 chain is.
+XXH3 is fast and well mixed, but it is not a cryptographic hash: a user who can choose token ids
+freely can construct collisions of `chain_keys`. If tenants do not trust each other, start from a
+cryptographic page hash (`object_keys`), such as SGLang's SHA-256 chain.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16
 _TOKEN_MAX = 2**32 - 1
-_UINT8 = np.dtype(np.uint8)  # which is compared sooner than what is made one
+_UINT8 = np.dtype(np.uint8)  # comparing two dtypes is faster than comparing with np.uint8
 
 
 def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
     """The ObjectKey of each page: XXH3-128(fingerprint || hash), (n, 16) uint8 (docs/format.md).
 
-    `fingerprint` has 16 bytes, a hash any number but zero. Raises KeySizeError with the index.
+    fingerprint: 16 bytes, see `KVLayout.fingerprint`. hashes: one per page, of at least one byte.
+    Raises KeySizeError, which names the first wrong hash.
     """
     _check_fingerprint(fingerprint)
     for i, page_hash in enumerate(_sequence("hashes", hashes)):
@@ -54,7 +55,8 @@ def chain_keys(
 
     h_0 = XXH3-128(fingerprint || salt), h_i = XXH3-128(h_(i-1) || token ids of page i as
     little-endian u32); the keys are h_1, h_2, ...: (len(tokens) // page_size, 16) uint8. Tokens
-    after the last full page are ignored. Raises ConfigError for ids outside 0 .. 2^32 - 1.
+    after the last full page are ignored. fingerprint: as for `object_keys`. page_size: in tokens.
+    Raises ConfigError for ids outside 0 .. 2^32 - 1, KeySizeError for a wrong fingerprint.
     """
     _check_fingerprint(fingerprint)
     whole("page_size", page_size, 1, _TOKEN_MAX)
@@ -75,7 +77,7 @@ def chain_keys(
 def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
     """(n, 16) uint8, C-contiguous, from such an array or from a list of 16-byte strings.
 
-    Raises KeySizeError saying which key has which size.
+    Raises KeySizeError, which names the first wrong key and its size.
     """
     if isinstance(keys, np.ndarray):
         if keys.dtype != _UINT8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
@@ -117,7 +119,7 @@ def _token_bytes(tokens: npt.NDArray[np.integer[Any]] | Sequence[int]) -> bytes:
 
 
 def _stack(keys: Sequence[bytes]) -> Keys:
-    # Writable memory, whose address is found sooner.
+    # A bytearray, because the address of a writable array is found faster.
     return np.frombuffer(bytearray().join(keys), np.uint8).reshape(-1, KEY_NBYTES)
 
 

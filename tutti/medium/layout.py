@@ -1,4 +1,4 @@
-"""The KV of one page: how many layers, which segments, and the fingerprint that names all of it.
+"""The KV of one page: its layers, its segments, and the fingerprint that identifies all of it.
 
 A layout's numbers become addresses in tutti/medium/geometry.py.
 """
@@ -40,7 +40,7 @@ ITEMSIZE_NBYTES = {
 
 
 class LayoutIdentity(TypedDict, total=False):
-    """Whose KV it is, see the attributes of `KVLayout`."""
+    """Identity of the KV; see the attributes of `KVLayout`."""
 
     model: str | None
     weights: str
@@ -53,20 +53,21 @@ class KVLayout:
     """The geometry and identity of one page's KV.
 
     Two layouts are interchangeable exactly when all fields are equal; `fingerprint` is the digest
-    of them. Build one with `mha`, `gqa`, `mla`, or directly for other shapes.
+    of them. Build one with `mha`, `gqa`, `mla`, or directly for other shapes. All of these raise
+    LayoutError or ConfigError for values that are not supported.
 
     Attributes:
         layers: layers that are moved one by one; 1 for token-major memory.
         segments: bytes of each contiguous fragment of one page in one layer (at most 4).
         page_size: tokens in a page.
         dtype: element type, a key of ITEMSIZE_NBYTES.
-        kind: "mha", "mla", or a name of the caller's for other shapes.
+        kind: "mha", "mla", or a name of your own for other shapes.
         model_layers: layers of the model, whatever `layers` is.
-        dims: the model's numbers behind `segments`; identity only.
-        order: order of the bytes inside a segment; identity only.
+        dims: the model's dimensions from which `segments` follow; used for the fingerprint only.
+        order: order of the bytes inside a segment; used for the fingerprint only.
         model, weights: name of the model, version of its weights.  A new pool needs a model, since
             pages of another model with the same shape would match; None allows that.
-        rank, world: whose share of the KV this is, counted over all kinds of parallelism.
+        rank, world: number of this rank and of all ranks, over all kinds of parallelism.
     """
 
     layers: int
@@ -143,7 +144,7 @@ class KVLayout:
     ) -> KVLayout:
         """As `mha` with the number of KV heads; `q_heads` must be a multiple of it.
 
-        The query heads leave no trace in the KV, so both constructors give equal layouts.
+        The KV does not depend on the query heads, so both constructors give equal layouts.
         """
         _require_positives(q_heads=q_heads, kv_heads=kv_heads)
         if q_heads % kv_heads:
@@ -177,9 +178,10 @@ class KVLayout:
         )
 
     def token_major(self, order: str = "page_first") -> KVLayout:
-        """The same KV in memory whose page is one blob per segment over all layers: `layers` = 1.
+        """The same KV with all layers of a page in one blob per segment, so that `layers` is 1.
 
         `order` names the order of the bytes inside a blob. Pools of different orders never match.
+        Raises LayoutError for a layout that is not by layers.
         """
         if self.layers != self.model_layers:
             raise LayoutError(
@@ -190,7 +192,7 @@ class KVLayout:
         return replace(self, layers=1, segments=blobs, order=order)
 
     def check_model(self) -> None:
-        """Raises ConfigError where nothing was said of the model."""
+        """Raises ConfigError if no model is named, and None is not given either."""
         if self.model == "":
             raise ConfigError(
                 "the layout names no model, so pages of another model with this shape would match;"

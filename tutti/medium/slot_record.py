@@ -1,5 +1,5 @@
-"""Slot records (docs/format.md, section 3): what describes each slot on the medium.  Tells valid
-records from stale, foreign and torn ones, and torn ones from those of free slots.
+"""Slot records (docs/format.md, section 3): the description of each slot on the medium.  Tells
+valid records from stale, foreign and torn ones, and torn ones from those of free slots.
 
 All functions work on arrays of records; a record is never trusted before `check_records`.
 """
@@ -60,14 +60,14 @@ RECORD_DTYPE = block_dtype(
         (128, "digests", ("<u8", LAYERS_MAX)),
     ]
 )
-_FEW = 32  # records that take microseconds
+_FEW = 32  # so many records are filled in microseconds
 RECORD_MAGIC = int.from_bytes(b"TREC", "little")
 FLAG_DIGESTS = 1
 FLAG_PINNED = 2
 EXPIRY_UNIT_S = 64
 _EXPIRY_MAX = 2**32 - 1
 _TENANTS = 2**16 - 1
-#: Of generations and of the next sequence number; a record's sequence number is below it.
+#: Highest generation and next sequence number; the sequence number of a record is below it.
 COUNTER_MAX = 2**63 - 1
 
 
@@ -112,7 +112,7 @@ def access_64s(unix_ns: int) -> int:
 class RecordContent(NamedTuple):
     """What the records of n slots hold: keys and parents (n, 16), digests (n, layers).
 
-    What is an ArrayLike has n rows, or is one value for all.  Missing keys and parents are zeros.
+    An ArrayLike has n rows, or is one value for all.  Missing keys and parents are zeros.
     """
 
     slots: Slots
@@ -214,7 +214,7 @@ def tenant_of(namespace: str) -> int:
 
 
 def expiry_of(ttl_s: float | None) -> int:
-    """When something expires that lives so long from now, in the unit of records; 0 for never.
+    """The end of a time to live that begins now, in Unix time, units of 64 s; 0 for None (never).
 
     Raises ConfigError for what is not a positive number of seconds.
     """

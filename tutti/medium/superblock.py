@@ -1,7 +1,7 @@
-"""Superblocks and snapshots: encoded, decoded, and whether members belong to one pool; no I/O.
+"""Encodes and decodes superblocks and snapshots, and checks that members form one pool; no I/O.
 
-docs/format.md is the grammar; its tables are checked against the dtypes. What is read from a medium
-is not trusted: it is compared with the limits before it is returned.
+docs/format.md describes the format; a test compares its tables with the dtypes. Bytes of a medium
+are not trusted: all values are compared with their limits before they are returned.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PoolState(IntEnum):
 
 @dataclass(frozen=True)
 class SnapshotDescriptor:
-    """The superblock's word on the snapshot."""
+    """Description of the snapshot in the superblock."""
 
     entries: int
     xxh3: int
@@ -124,7 +124,7 @@ class SnapshotDescriptor:
 
     @property
     def nbytes(self) -> int:
-        """Of header and entries, in whole blocks."""
+        """Bytes of header and entries, in whole blocks."""
         blocks = -(-self.entries * SNAPSHOT_ENTRY_NBYTES // BLOCK_NBYTES)
         return (1 + blocks) * BLOCK_NBYTES
 
@@ -157,7 +157,7 @@ class Superblock:
         )
 
     def encode(self) -> bytes:
-        """4096 bytes."""
+        """The superblock as 4096 bytes."""
         block = np.zeros(1, SUPERBLOCK_DTYPE)
         row = block[0]
         geometry = self.geometry
@@ -188,10 +188,10 @@ class Superblock:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Superblock:
-        """The superblock in 4096 bytes read from the member at `path` (named in messages only).
+        """The superblock in 4096 bytes that were read from the member at `path` (for messages).
 
-        Raises PoolCorrupt if they are none or contradict themselves, PoolMismatch if the version
-        is another.
+        Raises PoolCorrupt if they are not a superblock or contradict themselves, PoolMismatch for
+        another format version.
         """
         if len(raw) != BLOCK_NBYTES:
             raise PoolCorrupt(f"{path}: superblock of {len(raw)} bytes; is the member truncated?")
@@ -257,7 +257,7 @@ _GEOMETRY_NUMBERS = ("lba_nbytes", "layers", "group_slots", "groups", *_DERIVED_
 
 
 class _Contradiction(Exception):
-    """A number in a superblock that cannot be; becomes PoolCorrupt with the member's path."""
+    """An impossible number in a superblock; becomes PoolCorrupt with the member's path."""
 
 
 def _require(condition: object, what: str) -> None:
@@ -306,7 +306,7 @@ def _read_descriptor(row: Any, geometry: Geometry) -> SnapshotDescriptor | None:
 
 
 def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
-    """The superblock that counts, from both copies of one member, and which copy it is (0 A, 1 B).
+    """The current superblock of a member, from both of its copies, and which copy it is (0 or 1).
 
     The next superblock replaces the other copy. Raises PoolNotFound if both are zeros, PoolMismatch
     if either is of another version, PoolCorrupt if none is valid or they disagree.
@@ -343,7 +343,7 @@ def check_size(nbytes: int, geometry: Geometry, path: str) -> None:
 
 
 def _constants(superblock: Superblock) -> tuple[object, ...]:
-    """What never changes between two formats."""
+    """The fields of a member that only a new format changes."""
     return (superblock.member_index, *pool_constants(superblock))
 
 
@@ -355,8 +355,8 @@ def pool_constants(superblock: Superblock) -> tuple[object, ...]:
 def check_members(superblocks: Sequence[Superblock], paths: Sequence[str]) -> None:
     """Whether these members, in this order, are one whole pool.
 
-    Raises MemberSwapped for one of another pool or in another's place, MemberMissing if some lack.
-    Epochs are the caller's business: an interrupted clear is finished, not refused.
+    Raises MemberSwapped for a member of another pool or in a wrong place, MemberMissing if some are
+    missing. Does not compare epochs: the caller finishes an interrupted clear.
     """
     first = superblocks[0]
     for place, (superblock, path) in enumerate(zip(superblocks, paths, strict=True)):
@@ -378,7 +378,7 @@ def check_members(superblocks: Sequence[Superblock], paths: Sequence[str]) -> No
 def encode_snapshot(
     entries: Records, identity: RecordIdentity, generation: int
 ) -> tuple[bytes, SnapshotDescriptor]:
-    """The bytes of a snapshot, a multiple of 4096, and what the superblock must say about it.
+    """The bytes of a snapshot, a multiple of 4096, and its descriptor for the superblock.
 
     `entries` (n, of SNAPSHOT_ENTRY_DTYPE) in ascending order of member-local slots.
     """

@@ -1,4 +1,4 @@
-"""KV pages in GPU memory, in tensors that a `HostEngine` or its siblings move.
+"""KV pages in tensors in GPU memory, which a GPU engine such as `HostEngine` moves.
 
 gpu = HostEngine(CudaDriver(), store.engine)
 store.attach(gpu)
@@ -33,10 +33,10 @@ class GpuEngine(Protocol):
     driver: Driver
 
     def follow(self, stream: int) -> None:
-        """Later transfers touch pages only after what is on `stream` by now."""
+        """Makes later transfers touch pages only after the work that is on `stream` now."""
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until nothing moves any more."""
+        """Waits until no transfer moves pages.  False after the timeout."""
 
     def stats(self) -> dict[str, Any]:
         """Its part of the store's stats."""
@@ -49,8 +49,8 @@ class GpuEngine(Protocol):
 class DeviceMemory(HostMemory):
     """Numbered pages of one KV layout in GPU memory.
 
-    Addresses are the GPU's, so no controller is told of them; `gpu` moves the pages through its
-    staging.  Tensors are anything with `data_ptr()`, or (address, nbytes) pairs.
+    Its addresses are those of the GPU, so they are not registered with a controller; `gpu` moves
+    the pages through its staging.  Tensors: objects with `data_ptr()`, or (address, nbytes) pairs.
     """
 
     def __init__(self, pool: HostMemory, gpu: GpuEngine) -> None:
@@ -73,7 +73,7 @@ class DeviceMemory(HostMemory):
         order: str | None = None,
         gpu: GpuEngine | None = None,
     ) -> Self:
-        """A pool in one tensor; see HostMemory.from_buffer."""
+        """Pages in one tensor; see HostMemory.from_buffer.  gpu: the engine that moves them."""
         return cls(HostMemory.from_buffer(layout, buffer, pages, order=order), _required(gpu))
 
     @classmethod
@@ -85,19 +85,19 @@ class DeviceMemory(HostMemory):
         *,
         gpu: GpuEngine | None = None,
     ) -> Self:
-        """A pool in one tensor per layer and segment; see HostMemory.from_layers."""
+        """Pages in one tensor per layer and segment; see HostMemory.from_layers."""
         return cls(HostMemory.from_layers(layout, buffers, pages), _required(gpu))
 
     @classmethod
     def allocate(
         cls, layout: KVLayout, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> Self:
-        """Engines allocate their own GPU memory.  Raises Unsupported."""
+        """Raises Unsupported: allocate a tensor and pass it to `from_buffer` instead."""
         raise Unsupported("allocate a CUDA tensor and give it to DeviceMemory.from_buffer")
 
     def follow(self, stream: int) -> None:
-        """Puts and loads from now on touch pages only after what is on `stream` by now: the
-        kernels that fill pages before a put, or that still read them before a load.
+        """Makes later puts and loads wait for the work that is on `stream` now: kernels that fill
+        pages before a put, or that still read them before a load.
         """
         self.gpu.follow(stream)
 
@@ -108,17 +108,20 @@ class DeviceMemory(HostMemory):
         return self.gpu.wait_idle(timeout_s)
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
-        """GPU memory has no view on the host.  Raises Unsupported; see `read`."""
+        """Raises Unsupported: there is no view of GPU memory on the host; see `read`."""
         raise Unsupported("a page in GPU memory has no view; use read() and write()")
 
     def read(self, page: int) -> bytes:
-        """All bytes of a page, as HostMemory.read.  Waits for a copy: for tests and tools."""
+        """All bytes of a page, as HostMemory.read.  Waits for a copy, so it is for tests and tools.
+
+        Raises PageRangeError, and DeviceTimeout when the GPU does not copy it in time.
+        """
         buffer = HostBuffer(self.layout.object_nbytes, hugepages=False)
         self._copy(page, buffer.address, to_page=False)
         return buffer.array.tobytes()
 
     def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
-        """Fills a page, as HostMemory.write.  Waits for a copy: for tests and tools."""
+        """Fills a page, as HostMemory.write.  Waits and raises as `read`."""
         source = np.frombuffer(content, np.uint8)
         if source.size != self.layout.object_nbytes:
             raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")

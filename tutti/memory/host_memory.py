@@ -38,7 +38,7 @@ def _pages(name: str, value: Any) -> None:
 
 
 class HostMemory(Owned):
-    """Numbered pages of one KV layout in registered memory.
+    """Numbered pages of one KV layout in host memory; ``Store.register`` registers them.
 
     memory: where segment k of page p in layer l lies (see PagedMemory).
     buffers: the (address, nbytes) ranges to register.
@@ -71,10 +71,10 @@ class HostMemory(Owned):
     def allocate(
         cls, layout: KVLayout, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> HostMemory:
-        """A pool in fresh memory, on hugepages where the machine gives them.
+        """Allocates memory for ``pages`` pages, on hugepages if possible.  order: see from_buffer.
 
-        hugepages: False asks for ordinary pages, which cost the device a descriptor each.
-        Raises ConfigError for an unknown order or no pages.
+        hugepages: False asks for ordinary pages, each of which costs the device a descriptor.
+        Raises ConfigError for an unknown order or no pages, CapacityError for too little memory.
         """
         buffer = HostBuffer(pages * layout.object_nbytes, hugepages=hugepages)
         return cls.from_buffer(layout, buffer, pages, order=order)
@@ -84,13 +84,13 @@ class HostMemory(Owned):
     def from_buffer(
         cls, layout: KVLayout, buffer: Any, pages: int, *, order: str | None = None
     ) -> HostMemory:
-        """A pool in one buffer: a numpy array, anything with ``data_ptr`` (torch), shared memory,
+        """Pages in one buffer: a numpy array, anything with ``data_ptr`` (torch), shared memory,
         a writable buffer, or an (address, nbytes) pair whose memory the caller keeps alive.
 
         order: LAYER_FIRST (default) or PAGE_FIRST_DIRECT; token-major layouts are PAGE_FIRST.
         The segments follow one another, each as one array in that order.
         Raises ConfigError for no pages, and when the buffer is too small, read-only or not
-        contiguous, or has elements of another size than the layout's.  Bytes suit every layout.
+        contiguous, or has elements of another size than the layout's (bytes suit every layout).
         """
         order = _check_order(layout, order)
         _check_elements(layout, buffer)
@@ -116,9 +116,9 @@ class HostMemory(Owned):
     def from_layers(
         cls, layout: KVLayout, buffers: Sequence[Sequence[Any]], pages: int
     ) -> HostMemory:
-        """A pool in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
-        as engines keep their KV.  Raises ConfigError for no pages, and for a wrong number or size
-        of buffers, or of their elements.
+        """Pages in one buffer per layer and segment: ``buffers[layer][segment]``, page after page,
+        as inference engines keep their KV.  Raises ConfigError for no pages, for a wrong number or
+        size of buffers, and for a wrong size of their elements.
         """
         if len(buffers) != layout.layers:
             raise ConfigError(f"{len(buffers)} layers of buffers, the layout has {layout.layers}")
@@ -146,15 +146,15 @@ class HostMemory(Owned):
         return cls(layout, memory, ranges, buffers)
 
     def stats(self) -> dict[str, Any]:
-        """Its part of the store's stats; only memory of a GPU has one."""
+        """Its part of the store's stats; empty for host memory."""
         return {}
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until nothing unknown to the store moves the pages; here nothing does."""
+        """Waits until nothing but the store moves the pages; in host memory nothing else does."""
         return True
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
-        """A view of one segment, uint8 (segment_nbytes,)."""
+        """A view of segment ``k``, uint8 (segment_nbytes,).  Raises PageRangeError."""
         numbers = (page, layer)
         if not all(isinstance(number, int | np.integer) for number in numbers) or not (
             0 <= page < self.pages and 0 <= layer < self.layout.layers
@@ -168,7 +168,7 @@ class HostMemory(Owned):
         return view_at(address, memory.segment_nbytes[k])
 
     def read(self, page: int) -> bytes:
-        """All bytes of a page as they lie on the medium: layer by layer, segments in order."""
+        """All bytes of a page, ordered as on the medium: layer by layer, segments in order."""
         return b"".join(
             self.segment(page, layer, k).tobytes()
             for layer in range(self.layout.layers)
@@ -176,7 +176,9 @@ class HostMemory(Owned):
         )
 
     def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
-        """Fills a page from ``object_nbytes`` bytes in the order of ``read``."""
+        """Fills a page from ``object_nbytes`` bytes in the order of ``read``.  Raises ConfigError
+        for another number of bytes, and PageRangeError.
+        """
         try:
             source = np.frombuffer(content, np.uint8)
         except (TypeError, ValueError) as error:

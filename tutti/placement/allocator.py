@@ -79,11 +79,11 @@ class Allocator:
     def allocate(self, n: int, *, after: int | None = None) -> Slots:
         """Up to n slots in page order, shape (<= n,); fewer only when the pool is full.
 
-        In this order: the free slots directly behind slot `after` in its group (the predecessor's
-        slot: short tails stay in one run); whole groups on rotating members, beginning behind the
-        member of `after`; for what is left, the tightest run of the partly used group whose longest
-        free run fits best, else the front of a whole group; and without whole groups the longest
-        free runs.
+        In this order: the free slots directly behind slot `after`, which is the predecessor's, in
+        its group (short tails stay in one run); whole groups on rotating members, beginning behind
+        the member of `after`; for the rest, the run that fits best in the partly used group whose
+        longest free run fits best, else the front of a whole group; and without whole groups the
+        longest free runs.
         """
         assert n >= 0, "a count is not negative"
         assert after is None or 0 <= after < self.slots, "a slot number lies beyond the pool"
@@ -135,9 +135,9 @@ class Placed(NamedTuple):
 
 
 class PlacedChain:
-    """A chain of keys that another process stores, and the message that it gets.
+    """A chain of keys that another process stores, and the message to that process.
 
-    count: of keys that the index did not have, which have slots now.
+    count: number of keys that the index did not have; these have slots now.
     """
 
     __slots__ = ("_block", "_keys", "count")
@@ -149,48 +149,48 @@ class PlacedChain:
 
     @property
     def address(self) -> int:
-        """Where native code writes it."""
+        """Address to which native code writes the chain."""
         return address(self._block)
 
     @property
     def keys(self) -> Keys:
-        """(n, 16)"""
+        """All keys of the chain, (n, 16)."""
         return self._block[2 : 2 * (self._keys + 1)].view(np.uint8).reshape(-1, KEY_NBYTES)
 
     @property
     def parents(self) -> Keys:
-        """(n, 16)"""
+        """Their predecessors, (n, 16)."""
         return self._block[: 2 * self._keys].view(np.uint8).reshape(-1, KEY_NBYTES)
 
     @property
     def depths(self) -> U32:
-        """(n,)"""
+        """Number of pages before each of them, (n,)."""
         return self._block[2 * (self._keys + 1) :].view(np.uint32)[: self._keys]
 
     @property
     def rows(self) -> Slots:
-        """Keys that have slots now, (count,)."""
+        """Rows of the keys that got slots, (count,)."""
         n = self._keys
         return self._placed[2 * n : 2 * n + self.count].view(np.int64)
 
     @property
     def slots(self) -> Slots:
-        """(count,)"""
+        """Their slots, (count,)."""
         return self._placed[: self.count].view(np.int64)
 
     @property
     def sequences(self) -> U64:
-        """(count,)"""
+        """Their sequence numbers, (count,)."""
         return self._placed[self._keys : self._keys + self.count]
 
     @property
     def late(self) -> int:
-        """How many of them had been evicted."""
+        """How many of them had been evicted recently."""
         return int(self._placed[5 * self._keys + 2])
 
     @property
     def answer(self) -> memoryview:
-        """For the process that stores them."""
+        """The message to the process that stores them."""
         start = 5 * self._keys + 3
         nbytes = int(self._placed[start])
         return self._placed[start + 1 :].view(np.uint8).data[:nbytes]
@@ -201,19 +201,19 @@ class PlacedChain:
 
 
 class Placer:
-    """Gives slots to keys: of the index, the history of uses and the allocator in one call."""
+    """Gives slots to keys: one native call changes index, history of uses and allocator."""
 
     def __init__(self, index: Index, history: ReuseHistory, allocator: Allocator) -> None:
         self._index, self._history = index, history
-        self._parts = (index, history, allocator)  # which have the memory
+        self._parts = (index, history, allocator)  # keeps their memory alive
         tables = (index.native, history.native, allocator.native)
         self.tables = NativePutTables(*map(ctypes.addressof, tables))
 
     def place(
         self, keys: Keys, parents: Keys, depths: U32, sequence: int, *, has_digests: bool
     ) -> Placed:
-        """Allocates for each stretch of a chain behind the slot of its parent, as far as there are
-        slots, and maps the keys (n,) in state WRITING; sequence: number of the first.
+        """Allocates slots until none is free, for each stretch of a chain behind the slot of its
+        parent, and maps keys (n, 16) to them in state WRITING.  sequence: number of the first.
         """
         index, n = self._index, len(keys)
         index.check_keys(keys)
@@ -231,8 +231,8 @@ class Placer:
         return Placed(count, rows, out[:mapped].view(np.int64), out[n : n + mapped])
 
     def answer(self, keys: bytes, request: NativePutRequest) -> PlacedChain:
-        """As `place`, of a chain for another process, for which there is room; ``request`` has the
-        rest, whose parent is None or 16 bytes.
+        """As `place`, for a chain that another process stores and that fits into the free slots.
+        request: has the other arguments; its parent is None or 16 bytes.
         """
         index, n = self._index, len(keys) // KEY_NBYTES
         assert n * KEY_NBYTES == len(keys), "a key is 16 bytes"

@@ -19,17 +19,17 @@ _DEPTH_MAX = np.uint64(0xFFFFFFFF)
 
 
 def reserve_slots(slots: int) -> int:
-    """Free slots that eviction works towards, so that a put finds some.
+    """Number of slots that eviction keeps free, so that a put finds some.
 
-    A 64th, but no more than 256 where that suffices: what is free holds nothing. A group would be a
-    tenth of a pool of 16 groups, and costs more hits there than a policy can win. In a large pool
-    a 512th, because choosing is O(slots).
+    slots / 64, but at most 256, because free slots hold no objects: in a pool of 16 groups, keeping
+    a whole group free costs more hits than a policy can win. From 131,072 slots on slots / 512,
+    because choosing victims is O(slots).
     """
     return max(1, min(slots // 64, max(256, slots // 512)))
 
 
 def expected_slots(slots: int, missed: int) -> int:
-    """Of pages that a look-up missed and a put may bring soon: how many get free slots ahead."""
+    """For how many of the pages that a look-up missed slots are freed ahead of their put."""
     return min(missed, slots // 16)
 
 
@@ -68,11 +68,11 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The runs that were not looked up for longest; of those the ends of chains first.
+    """Evicts the runs whose last look-up is oldest; of equally old ones the ends of chains first.
 
     A run is neighbouring slots of one group that hold successive pages of a chain and were looked
-    up together.  It goes as a whole.  A look-up touches a page together with all pages before it,
-    so a run is never colder than its continuation; where both are equally old the deeper one goes.
+    up together. It is evicted as a whole. A look-up touches a page together with all pages before
+    it, so a run is never colder than its continuation; of equally old ones the deeper one is first.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
@@ -81,19 +81,20 @@ class LeastRecentlyUsed:
 
 
 class MultiQueue:
-    """The runs of the lowest queue, by Multi-Queue; of one queue as LeastRecentlyUsed.
+    """Evicts the runs of the lowest queue, by Multi-Queue; within a queue as LeastRecentlyUsed.
 
-    An object that was used n times after its first store is in queue log2(n), and falls by one for
-    each lifetime that it is not looked up (Zhou, Philbin, Li: The Multi-Queue Replacement Algorithm
+    An object that was used n times after its first store is in queue log2(n). It falls by one queue
+    for each lifetime without a look-up (Zhou, Philbin, Li: The Multi-Queue Replacement Algorithm
     for Second Level Buffer Caches, USENIX ATC 2001). The lifetime follows the gaps between uses, as
-    theirs follows "temporal distances", and objects that come back after their eviction have the
-    uses they had. So a stream of objects that are used once does not evict what is used again and
-    again, what was loaded once is treated as by LeastRecentlyUsed, and what is no longer used goes
-    after eight lifetimes at most. What falls counts as looked up when it was, where theirs begins
-    anew: a pool that keeps objects for eight lifetimes evicts as LeastRecentlyUsed.
+    theirs follows "temporal distances". An object that is stored again after its eviction keeps the
+    uses it had. So a stream of objects that are used once does not evict objects that are used
+    often; objects that were loaded once are treated as by LeastRecentlyUsed; and an object that is
+    no longer used is evicted after at most eight lifetimes. Unlike in the paper, an object that
+    falls keeps the time of its last look-up, so a pool that keeps objects for eight lifetimes
+    evicts as LeastRecentlyUsed.
 
     A run is neighbouring slots of one group that hold successive pages of a chain, were looked up
-    together and are in one queue. It goes as a whole.
+    together and are in one queue. It is evicted as a whole.
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
@@ -104,22 +105,22 @@ class MultiQueue:
         return _first_runs(view, queue.astype(np.uint64) << np.uint64(32) | view.access, n)
 
 
-#: By uses: the queue of an object.
+#: The queue of an object, by its number of uses.
 _QUEUES = np.array([max(1, uses - 1).bit_length() - 1 for uses in range(256)], np.uint32)
 
-#: By the name that options give.
+#: Policies, by the names that options use.
 POLICIES: dict[str, EvictionPolicy] = {"lru": LeastRecentlyUsed(), "mq": MultiQueue()}
 
 
 def _first_runs(
     view: EvictionView, rank: npt.NDArray[np.uint32] | npt.NDArray[np.uint64], n: int
 ) -> Slots:
-    """At least n slots, by whole runs of one rank each, the lowest rank and the deepest first."""
+    """At least n slots: whole runs of one rank each, by ascending rank, then the deepest first."""
     slots = np.flatnonzero(view.resident & ~view.busy)
     if n <= 0 or slots.size == 0:
         return slots[:0]
     rank = rank[slots]
-    if slots.size > n:  # whole runs: all of a run have one rank
+    if slots.size > n:  # keeps runs whole: all slots of a run have one rank
         likely = np.flatnonzero(rank <= np.partition(rank, n - 1)[n - 1])
         slots, rank = slots[likely], rank[likely]
     depth = view.depth[slots]

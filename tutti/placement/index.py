@@ -33,14 +33,14 @@ _DIGESTS = np.uint64(1 << 63)  # above a sequence number
 
 
 class SlotState(IntEnum):
-    """What a slot is good for. The values order the states that `match` accepts next to another."""
+    """The state of a slot. READY and UNPROVEN, which `match` accepts, have neighbouring values."""
 
     FREE = 0  # holds nothing, and no valid record on the medium says otherwise
-    VOIDED = 1  # its record was voided and that is done: data may be written
+    VOIDED = 1  # its void record is on the medium: data may be written
     WRITING = 2  # owns a key; data or record are being written
     READY = 3  # owns a key; may be served
     UNPROVEN = 4  # owns a key; must be verified in full before it is served
-    QUARANTINED = 5  # served or read wrong bytes once; not used again
+    QUARANTINED = 5  # damaged bytes were read from it; not used any more
     VOIDING = 6  # lost its key; the void record is being written
 
 
@@ -62,7 +62,7 @@ for _before, _afters in _TRANSITIONS.items():
 _OWNS_KEY = np.zeros(len(_S), np.bool_)
 _OWNS_KEY[[_S.WRITING, _S.READY, _S.UNPROVEN]] = True
 
-# By state, the bits of those from which `set_state` may move a slot to it.
+# For each state, a bit mask of the states from which `set_state` may move a slot to it.
 _KEEPS_KEY = [
     sum(1 << b for b in _S if _ALLOWED[b, after] and _OWNS_KEY[b] == _OWNS_KEY[after])
     for after in _S
@@ -133,7 +133,7 @@ class Index:
     def match(self, keys: Keys) -> Slots:
         """The slots of the longest prefix of `keys` that is READY or UNPROVEN, shape (<= n,).
 
-        Counts as an access of every slot returned, which are to be read before the next look-up.
+        Counts as an access of every slot returned. The array is valid until the next look-up.
         """
         self.check_keys(keys)
         self.begin_use()
@@ -152,7 +152,7 @@ class Index:
         return slots
 
     def sequence(self, slots: Slots) -> U64:
-        """Numbers of the objects in slots, shape (n,)."""
+        """Sequence numbers of the objects in slots, shape (n,)."""
         return self._numbers[slots] & ~_DIGESTS
 
     def has_digests(self, slots: Slots) -> Mask:
@@ -196,7 +196,7 @@ class Index:
         A key that has a slot already, or came earlier in the batch, is left where it is: the
         answer, shape (n,), has that slot, and MISSING for every key that was inserted. `sequence`,
         `depth`, `access` and `has_digests` are scalars or shape (n,). Without `access` the slots
-        count as accessed now; with it `uses` moves on so that nothing lies in the future.
+        count as accessed now; with it `uses` is raised so that no access lies in the future.
         """
         self.check_keys(keys)
         assert slots.shape == (len(keys),), "every key has one slot"
@@ -213,7 +213,7 @@ class Index:
             columns.append(_column(access, np.uint32, n))
             self.uses = max(self.uses, int(columns[3].max(initial=0)))
         columns_at = [*map(address, columns), 0][:4]
-        # READY and UNPROVEN come from FREE alone: a record that was voided speaks of no object.
+        # Only FREE slots become READY or UNPROVEN: the record of a VOIDED one describes no object.
         last = SlotState.VOIDED if state == SlotState.WRITING else SlotState.FREE
         insertion = NativeInsertion(
             address(keys), address(slots), *columns_at, address(existing), n, self.uses, last, state
@@ -251,7 +251,7 @@ class Index:
         expiry: npt.ArrayLike = 0,
         pinned: npt.ArrayLike = False,
     ) -> None:
-        """What the catalogue knows of distinct slots; each a scalar or of shape (n,)."""
+        """Sets the catalogue's values of distinct slots; each is a scalar or of shape (n,)."""
         self._check_slots(slots)
         if self.tenant.flags.writeable or np.any(tenant):
             np.subtract.at(self.tenant_slots, self.own("tenant")[slots], 1)
@@ -302,7 +302,7 @@ class Index:
         np.add.at(self.pins, slots, 1)
 
     def unpin(self, slots: Slots) -> None:
-        """Takes back what one `pin` with the same slots did."""
+        """Undoes one `pin` of the same slots."""
         slots = np.ascontiguousarray(slots)
         self.unpins += 1
         if quick().tutti_index_unpin(self._handle, address(slots), slots.size) < 0:
@@ -310,8 +310,8 @@ class Index:
             raise AssertionError("a slot was unpinned more often than pinned")
 
     def begin_use(self) -> None:
-        """What is accessed from now on was used later than all before. Near the end of 32 bits all
-        times move back, which keeps the order of the last 2^31 uses.
+        """Advances the clock of uses, so that later accesses count as more recent. Near the end of
+        32 bits all times move back, which keeps the order of the last 2^31 uses.
         """
         if self.uses + 1 >= CLOCK_MAX:
             back = self.uses - (1 << 31)
@@ -360,7 +360,7 @@ class Index:
         self.native.hits = 0
 
     def own(self, name: str) -> npt.NDArray[Any]:
-        """An array of the catalogue, which has memory from now on."""
+        """An array of the catalogue, which gets memory if it has none yet."""
         array: npt.NDArray[Any] = getattr(self, name)
         if not array.flags.writeable:
             array = array.copy()
@@ -404,7 +404,7 @@ class Index:
 
 
 def _zeros(slots: int, dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
-    """Zeros that are read only and take no memory, shape (slots,)."""
+    """Read-only zeros that take no memory, shape (slots,)."""
     return np.broadcast_to(dtype(), slots)
 
 

@@ -23,12 +23,12 @@ MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
 
 class LoadPlan:
-    """Slots of the keys of a load, which are pinned, and what is known of them, in one block, which
-    native code writes.
+    """The slots of a load's keys, which are pinned, and what is known of them, in one block of
+    memory that native code writes.
 
-    runs: how many runs the slots are.  refused: 0, or why the job that was to move them could not
-    be submitted, a negative errno: then nothing is pinned.
-    more: words for each key behind what is described here.  rest: further words.
+    runs: number of runs that the slots form.  refused: 0, or a negative errno if the job that was
+    to move them could not be submitted; then nothing is pinned.
+    more: additional 8-byte words for each key at the end of the block.  rest: further words there.
     """
 
     __slots__ = ("_keys", "_layers", "block", "refused", "runs")
@@ -40,7 +40,7 @@ class LoadPlan:
 
     @property
     def slots(self) -> Slots:
-        """(n,)"""
+        """Slot of each key, (n,)."""
         return self.block[: self._keys].view(np.int64)
 
     @property
@@ -50,7 +50,7 @@ class LoadPlan:
 
     @property
     def digests(self) -> U64:
-        """(n, layers), of rows with MARK_KNOWN."""
+        """Digests of the slices, (n, layers); valid in rows with MARK_KNOWN."""
         n, layers = self._keys, self._layers
         return self.block[2 * n : (2 + layers) * n].reshape(n, layers)
 
@@ -78,21 +78,21 @@ class LoadAnswer(LoadPlan):
 
     @property
     def answer(self) -> memoryview | None:
-        """None where it takes several jobs, or digests have to be read first."""
+        """The message; None where several jobs are needed, or digests have to be read first."""
         start = (2 + self._layers) * self._keys + self._keys // 8 + 1
         nbytes = int(self.block[start])
         return self.block[start + 1 :].view(np.uint8).data[:nbytes] if nbytes else None
 
 
 class LoadPlanner:
-    """Begins loads from one pool.  group_slots: of a group, in which a run of slots ends."""
+    """Begins loads from one pool.  group_slots: slots of a group; no run crosses groups."""
 
     def __init__(
         self, index: Index, history: ReuseHistory, digests: DigestCache, group_slots: int
     ) -> None:
         self._index = index
         self._layers = digests.layers
-        self._parts = (index, history, digests)  # which have the memory
+        self._parts = (index, history, digests)  # keeps their memory alive
         tables = (index.native, history.native, digests.native)
         self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)

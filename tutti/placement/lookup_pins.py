@@ -19,10 +19,10 @@ from tutti.native import address, quick
 class LookupPins:
     """Pins by holder: one request, or one unnamed look-up.
 
-    kept: u16 (slots,), how often holders name a slot, 65535 times at most; busy above 0.
-    lookups: a hold ends after so many later look-ups, and never by wall clock: ranks must agree.
-    slots_max: what all holders may keep together.
-    changes: counts what may have made slots free or busy.
+    kept: u16 (slots,), number of pins on each slot, at most 65535; above 0 it is not evicted.
+    lookups: a pin ends after so many later look-ups, and never by wall clock: ranks must agree.
+    slots_max: slots that all holders together may pin.
+    changes: counts changes by which slots may have become pinned or unpinned.
     """
 
     def __init__(self, kept: npt.NDArray[np.uint16], *, lookups: int, slots_max: int) -> None:
@@ -31,21 +31,21 @@ class LookupPins:
         self._lookups = lookups
         self._slots_max = slots_max
         self._clock = 0
-        #: By holder: since which look-up, and what it asked for and got.
+        #: By holder: the number of its look-up, and the slots that it pins.
         self._held: OrderedDict[str | int, tuple[int, Slots]] = OrderedDict()
         self._nameless = itertools.count()
         self.count = 0  # pinned slots
-        self.reserved = 0  # slots that the catalogue keeps, of the same share
+        self.reserved = 0  # slots that the catalogue pins, within the same slots_max
         self.changes = 0
-        self._is_changing = False  # and stays so when an interrupt strikes meanwhile
+        self._is_changing = False  # stays True if an interrupt ends a change; see _recount
 
     def set_lookups(self, lookups: int) -> None:
-        """A hold ends after so many later look-ups from now on."""
+        """Pins end after so many later look-ups from now on."""
         assert lookups > 0, "a hold has to end"
         self._lookups = lookups
 
     def lookup(self) -> None:
-        """One more look-up."""
+        """Counts a look-up, and releases the pins of those that are too long ago."""
         if self._is_changing:
             self._recount()
         self._clock += 1
@@ -57,10 +57,10 @@ class LookupPins:
             self.release(holder)
 
     def pin(self, holder: str | None, slots: Slots, *, last: bool = False) -> int:
-        """Keeps slots (n,) instead of what ``holder`` kept before; None is a holder of its own.
+        """Pins slots (n,) for a holder, instead of those that it pinned before; None: a new holder.
 
-        Returns how many of them, from the first on (with ``last`` the last ones): what others keep
-        already costs nothing, and the rest goes as far as there is room.
+        Returns how many were pinned, from the first on (with ``last``: the last ones).  Slots that
+        others pin already take no room; the others are pinned until ``slots_max`` is reached.
         """
         name: str | int
         if holder is None:
@@ -103,7 +103,7 @@ class LookupPins:
             self.release(name)
 
     def reserve(self, change: int) -> None:
-        """So many slots more, or less, are kept by the catalogue, of the same share."""
+        """The catalogue pins ``change`` slots more, or less if it is negative; see `reserved`."""
         self.reserved = max(0, self.reserved + change)
         self.changes += 1
 

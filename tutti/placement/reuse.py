@@ -1,13 +1,13 @@
 """Counts uses of objects, also after their eviction, and measures how far apart uses are.
 
 An object is used when it is stored and with each load. The keys that were evicted last, as many as
-the pool has slots, are remembered with their uses ("ghosts"): an object that comes back goes on
-where it left off, and was evicted too early. The number of operations between two uses of an
-object is its gap; seven eighths of the gaps are shorter than `lifetime`. The policy of
-tutti/placement/eviction.py reads both.
+the pool has slots, are remembered with their uses ("ghosts"). An object that is stored again
+continues with these uses, and counts as evicted too early. The number of operations between two
+uses of an object is its gap; seven eighths of the gaps are shorter than `lifetime`. The policies
+of tutti/placement/eviction.py read both.
 
-No clock is read, and ghosts are found by so much of a key's hash that one key is taken for
-another once in 2^30 puts: ranks with the same operations agree, whatever their keys are.
+No clock is read. A ghost is identified by a part of its key's hash, which confuses two keys once in
+2^30 puts. So ranks with the same operations agree, whatever their keys are.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NO_GHOST = 0xFFFFFFFF
 class ReuseHistory:
     """Uses and evictions of one pool.  Not thread-safe: the store holds a lock around it.
 
-    `used`: u32, the use in which a slot was filled or last loaded, 0 if unknown.  `uses`: u8, how
-    often that was, 255 for more.
+    `used`: u32, the operation in which a slot was filled or last loaded, 0 if unknown.  `uses`: u8,
+    number of these operations, at most 255.
     """
 
     def __init__(self, slots: int) -> None:
@@ -64,12 +64,12 @@ class ReuseHistory:
         return int(np.searchsorted(8 * below, 7 * below[-1]))
 
     def recovered(self) -> None:
-        """What an open pool starts with: neither times nor numbers of uses survived."""
+        """Resets all after recovery: neither times nor numbers of uses are on the medium."""
         self.used[:] = 0
         self.uses[:] = 1
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
-        """Objects came into slots; those that are ghosts were evicted too early."""
+        """Counts objects that were stored in slots; those with ghosts were evicted too early."""
         slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
         arguments = (address(slots), address(keys), slots.size, now)
         late = quick().tutti_reuse_stored(self._handle, *arguments)
@@ -77,13 +77,13 @@ class ReuseHistory:
         self.regretted += late
 
     def loaded(self, slots: Slots, now: int) -> None:
-        """Objects were loaded."""
+        """Counts a use of objects that were loaded."""
         slots = np.ascontiguousarray(slots)
         done = quick().tutti_reuse_loaded(self._handle, address(slots), slots.size, now)
         assert done >= 0, "a slot number lies beyond the pool"
 
     def evicted(self, slots: Slots, keys: Keys) -> None:
-        """Objects are evicted from slots."""
+        """Remembers objects that are evicted from slots as ghosts."""
         slots, keys = np.ascontiguousarray(slots), np.ascontiguousarray(keys)
         arguments = (address(slots), address(keys), slots.size)
         done = quick().tutti_reuse_evicted(self._handle, *arguments)

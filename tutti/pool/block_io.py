@@ -27,7 +27,7 @@ _CHUNKS = 4
 
 @contextlib.contextmanager
 def opened_io(controller: NativeController) -> Iterator[tuple[Engine, BlockIo]]:
-    """An engine on a controller and block I/O through it, until the end of the block.
+    """An engine on a controller and block I/O through it, closed at the end of the with block.
 
     Raises what Engine and BlockIo raise.
     """
@@ -66,7 +66,7 @@ class BlockIo(Owned):
         self._region.close()
 
     def read(self, nsid: int, offset: int, nbytes: int) -> bytes:
-        """``nbytes`` from byte ``offset`` of a namespace, both multiples of 4096."""
+        """Reads ``nbytes`` from byte ``offset`` of a namespace; both are multiples of 4096."""
         chunks = []
         for chunk, bad in self.scan(nsid, offset, nbytes // BLOCK_NBYTES):
             if bad.any():
@@ -77,10 +77,11 @@ class BlockIo(Owned):
     def scan(
         self, nsid: int, offset: int, blocks: int
     ) -> Iterator[tuple[npt.NDArray[np.uint8], U32]]:
-        """Consecutive blocks in chunks of at most 256, several reads ahead of the consumer.
+        """Reads consecutive blocks in chunks of at most 256, several chunks ahead of the consumer.
 
         Yields (bytes, statuses): a view that is valid until the next chunk is asked for, and the
-        NVMe status (n,) of every block, read on its own where a longer command failed.
+        NVMe status (n,) of every block.  Where the command of a chunk failed, each of its blocks is
+        read by a command of its own.
         """
         with self._lock:
             starts = range(0, blocks, _CHUNK_BLOCKS)
@@ -152,7 +153,7 @@ class BlockIo(Owned):
         return job.page_status
 
     def _end(self, jobs: list[Job]) -> None:
-        """Sees to it that no read of an abandoned scan is under way any more."""
+        """Cancels the reads of an abandoned scan, and waits until none is under way."""
         for job in jobs:
             job.cancel()
         for job in jobs:

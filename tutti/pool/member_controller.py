@@ -1,4 +1,4 @@
-"""The controller under a pool: files, or drives that this process takes for itself."""
+"""Opens the controller of a pool's members: files, or drives that are opened exclusively."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def are_drives(names: Sequence[str]) -> bool:
 def open_controller(
     names: Sequence[str], *, executor: str = "auto", service_threads: int | None = None
 ) -> NativeController:
-    """Opens the members for this process alone; the namespace of member m is m + 1.
+    """Opens the members exclusively; the namespace of member m is m + 1.
 
     names: paths, or addresses of drives as in docs/vfio.md.  executor: for files.  service_threads:
-    as of FileController; a drive has one.
+    see FileController; each drive has one thread.
     Raises PoolInUse, ConfigError, Unsupported, and what FileController and VfioController raise.
     """
     if are_drives(names):
@@ -75,8 +75,8 @@ def check_room(controller: NativeController, names: Sequence[str], geometry: Geo
 def check_blank(
     controller: NativeController, io: BlockIo, names: Sequence[str], force: Force
 ) -> None:
-    """Raises PoolExists with all namespaces that hold anything and whose drive ``force`` does not
-    name by its serial number.
+    """Raises PoolExists, naming all namespaces that hold data and whose drive's serial number is
+    not in ``force``.
     """
     places = []
     for nsid, name in enumerate(names, 1):

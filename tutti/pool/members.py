@@ -1,4 +1,4 @@
-"""The members of one pool, opened: their superblocks, who owns them, and how they change."""
+"""The superblocks of an open pool's members, and the changes that are written to them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Members(Owned):
     def format(
         cls, io: BlockIo, engine: Engine, names: Sequence[str], layout: KVLayout, geometry: Geometry
     ) -> Members:
-        """Makes a new, empty pool on these namespaces; whatever they held is forgotten."""
+        """Makes a new, empty pool on these namespaces, whose contents are lost."""
         uuid, epoch = secrets.token_bytes(16), secrets.randbits(64)
         superblocks = [
             Superblock(
@@ -134,7 +134,7 @@ class Members(Owned):
 
     @property
     def next_sequence(self) -> int:
-        """A sequence number that no record of a clean pool has."""
+        """A sequence number above those of all records of a clean pool."""
         return max(self.superblock(m).next_sequence for m in self.present)
 
     def superblock(self, member: int) -> Superblock:
@@ -149,7 +149,7 @@ class Members(Owned):
         return self.superblock(member).identity
 
     def name(self, member: int) -> str:
-        """What messages call a member that is present."""
+        """The name of a member that is present, for messages."""
         return self._names[self.nsid(member) - 1]
 
     def nsid(self, member: int) -> int:
@@ -192,14 +192,14 @@ class Members(Owned):
         return [s and replace(change(s), generation=generation) for s in self.superblocks]
 
     def _write_both(self, superblocks: list[Superblock | None]) -> None:
-        """The copy that does not count first, so that a torn write leaves the one that does."""
+        """Writes both copies, the outdated one first, so that a torn write leaves a valid copy."""
         for _ in range(2):
             self._write_next(superblocks)
 
     def _write_next(self, superblocks: list[Superblock | None]) -> None:
-        """Replaces the copy of every member that does not count, which then does.
+        """Replaces the outdated copy of every member, which then is the current one.
 
-        After an error nothing has changed here, and a retry writes to the same place.
+        After an error this object is unchanged, and a retry writes to the same place.
         """
         for member, superblock in enumerate(superblocks):
             if superblock is not None:
@@ -210,7 +210,7 @@ class Members(Owned):
         self.superblocks = list(superblocks)
 
     def _check_generations(self) -> None:
-        """Raises PoolCorrupt where the superblocks could not be replaced often enough."""
+        """Raises PoolCorrupt where the generation is so high that later ones would overflow."""
         newest = max(self.superblock(m).generation for m in self.present)
         if newest > COUNTER_MAX - _GENERATIONS_LEFT_MIN:
             raise PoolCorrupt(
@@ -219,7 +219,7 @@ class Members(Owned):
             )
 
     def _finish_clear(self) -> None:
-        """Gives all members the epoch of the newest one: a clear that began is finished."""
+        """Gives all members the epoch of the newest one, which finishes an interrupted clear."""
         newest = max((self.superblock(m) for m in self.present), key=lambda s: s.generation)
         if all(self.superblock(m).epoch == newest.epoch for m in self.present):
             return

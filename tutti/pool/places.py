@@ -23,13 +23,13 @@ from tutti.gio_uring.named_drive import PREFIX, NamedDrive, is_drive
 from tutti.medium.layout import KVLayout
 
 SUFFIX = ".tutti"
-#: Of a pool that is made in a folder by its path alone, as SGLang's only rank would name it.
+#: Name of a pool's file in a folder, without its suffix; that of SGLang where it has one rank.
 _NAME = "pool-tp0-pp0-cp0-dp0"
 _NUMBERS = Path("/sys/dev")
 
 
 class FolderFile(str):
-    """A pool's file in a folder that the user named.  base: what must be there to make it."""
+    """A pool's file in a folder that the user named.  base: folder that must exist to make it."""
 
     base: Path
 
@@ -80,12 +80,13 @@ def pool_file(layout: KVLayout, name: str = _NAME) -> str:
 
 
 def in_folders(names: Sequence[str], layout: KVLayout | None, is_new: bool = False) -> list[str]:
-    """The members behind these paths: in each folder the one file of the pool, there or to be made.
+    """The members behind these paths: a folder is replaced by the path of the pool's file in it.
 
-    A path is a folder if there is one, or if it ends in "/".  The pool is the only one of the
-    layout, or of all, in any of the folders; without one, the one that ``pool_file`` names.
-    is_new: this one, PoolExists if it is beside another.  Raises PoolNotFound where neither pool
-    nor layout is known, ConfigError for several pools, MemberSwapped.
+    A path is a folder if one exists there, or if it ends in "/".  The pool is the only one (of this
+    layout, if it is given) in the folders; where there is none, that of ``pool_file``, which may
+    not exist yet.  is_new: always the latter; PoolExists where another pool of the layout is there.
+    Raises PoolNotFound for neither a pool nor a layout, ConfigError for several pools,
+    MemberSwapped.
     """
     folders = [name for name in names if os.path.isdir(name) or name.endswith("/")]
     if not folders:
@@ -123,7 +124,7 @@ def _file_in(folder: str, file: str) -> FolderFile:
 
 
 def make_folder_of(file: str) -> None:
-    """The durable folder of a pool's file, for its owner alone.  ConfigError with what to do."""
+    """Makes the folder of a pool's file, durably and for its owner only.  Raises ConfigError."""
     folder = Path(file).parent
     try:
         missing = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -144,10 +145,10 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def media_of(path: str) -> set[str]:
-    """Names of the drives that have a place, the same in all processes of a machine.
+    """Names of the drives behind a path, the same in all processes of a machine.
 
-    Partitions and what device mapper makes count as their drives, namespaces of NVMe as their
-    controller.  What sysfs does not know, as a tmpfs, has the number of its file system.
+    A partition or a device of the device mapper counts as its drives, an NVMe namespace as its
+    controller.  What sysfs does not list, such as a tmpfs, is named by its device number.
     """
     if is_drive(path):
         return {PREFIX + NamedDrive.parse(path).bdf}
@@ -160,7 +161,7 @@ def media_of(path: str) -> set[str]:
 
 
 def _drives(folder: Path) -> set[str]:
-    """Names of what is below a device, by its folder in sysfs; empty if it has no folder."""
+    """Names of the drives below a device, by its folder in sysfs; empty if it has no folder."""
     try:
         device = folder.resolve(strict=True)
     except OSError:
@@ -186,7 +187,7 @@ def exists(path: str) -> bool:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Raises MemberSwapped for one place under two names, or a drive and a partition of it."""
+    """Raises MemberSwapped for two names of one member, or a drive and a partition of it."""
     seen: dict[tuple[object, ...], str] = {}
     for name in names:
         identity = _identity(name)
@@ -204,7 +205,7 @@ def check_distinct(names: Sequence[str]) -> None:
 
 
 def check_free(names: Sequence[str], member_nbytes: int, asked_nbytes: int) -> None:
-    """Raises CapacityError where new files do not fit, of ``asked_nbytes`` each by the caller."""
+    """Raises CapacityError where new files do not fit.  asked_nbytes: of each, for the message."""
     wanted: dict[int, list[str]] = {}
     for name in names:
         if not os.path.exists(name):
@@ -221,7 +222,7 @@ def check_free(names: Sequence[str], member_nbytes: int, asked_nbytes: int) -> N
 
 
 def _identity(name: str) -> tuple[object, ...]:
-    """The same for two names of one place; a partition's has its drive behind it."""
+    """Equal for two names of one member; that of a partition ends with the name of its drive."""
     if is_drive(name):
         address = NamedDrive.parse(name)
         return ("drive", address.bdf, address.nsid)
@@ -253,7 +254,7 @@ def _node_of_block(name: str) -> int | None:
 
 
 def _climb(folder: Path) -> int | None:
-    """The NUMA node of a block device: of the nearest device above it that has one."""
+    """The NUMA node of a block device: that of the nearest device above it that has one."""
     try:
         real = folder.resolve(strict=True)
     except OSError:

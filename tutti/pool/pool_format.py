@@ -76,13 +76,13 @@ def format(
     progress: Any = None,
     executor: str = "auto",
 ) -> Geometry:
-    """Makes a new, empty pool in files or on devices, of ``capacity`` bytes in all.
+    """Makes a new, empty pool in files or on devices.
 
-    paths: as for ``open``; a folder gets a file.
-    force: overwrite files that exist; a device or drive that holds anything takes its serial number
-    for that, several take a list of theirs, and one that is in use is refused in any case.
-    prewrite: write files once, which spares the first puts their journal commits;
-    ``progress(done, total)`` is called in bytes.  executor: as for ``open``.
+    paths: as for ``open``; a folder gets a file.  capacity: of the pool, in bytes or as "64GiB".
+    force: True overwrites existing files.  To overwrite a device or drive that holds data, give its
+    serial number (of several, a list); one that is in use is always refused.
+    prewrite: writes files once, which spares the first puts their journal commits;
+    ``progress(done, total)`` is called with bytes.  executor: as for ``open``.
     Raises PoolExists, PoolNotFound, CapacityError (also for a full disk), LayoutError, PoolInUse,
     and for drives what ``open_controller`` raises.
     """
@@ -120,7 +120,7 @@ def format(
                 may_exist = bool(force) or device_name(name) is not None
                 nbytes = geometry.member_nbytes
                 made.append(reserve_file(name, nbytes, prewrite, progress, may_exist=may_exist))
-        # Through the open files, so that no other process has them before they are a pool.
+        # By descriptors, so that no other process opens the files before they are a pool.
         files = [file.path if file.file is None else file.file.fileno() for file in made]
         with FileController(files, executor=executor, lock=True) as controller:
             _write_format(controller, names, layout, geometry)
@@ -151,7 +151,7 @@ def _claim(name: str, claims: contextlib.ExitStack) -> None:
 
 
 def warn_of_capacity(name: str, capacity: int | str, members: int, geometry: Geometry) -> None:
-    """Logs that an open pool is not as large as a new one of this capacity would be."""
+    """Logs a warning if an open pool has another size than a new one of this capacity."""
     nbytes = parse_nbytes(capacity)
     with contextlib.suppress(CapacityError):  # less than any pool has
         new = Geometry.plan(
@@ -178,14 +178,14 @@ def format_missing(
     capacity: int | str | None,
     executor: str = "auto",
 ) -> None:
-    """Makes the pool whose files do not exist or whose devices are labelled for it, unless another
-    process makes it at the same time.
+    """Formats a pool if its files do not exist, or if its devices are labelled for it.  Returns as
+    well if another process does so at the same time.
 
-    Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files are
-    there, and what ``format`` raises.
+    Raises PoolNotFound without a layout and a capacity, MemberMissing when only some files exist,
+    and what ``format`` raises.
     """
     if capacity is not None:
-        parse_nbytes(capacity)  # refused also where the pool is there and needs none
+        parse_nbytes(capacity)  # a wrong one is an error even if the pool exists
     replacement.finish(names)
     for _ in range(_TRIES):  # another process may make it, or fail to, at the same time
         missing = [] if are_drives(names) else _missing(names)
@@ -218,10 +218,10 @@ def _missing(names: Sequence[str]) -> list[str]:
 
 
 def label(paths: Paths, *, force: Force = False) -> None:
-    """Gives devices or drives to the pools of a server, which ``open`` may then make there.
+    """Labels devices or drives for the pools of a server, which ``open`` may then format there.
 
-    What they hold is lost.  force: as for ``format``.  Raises ConfigError for files, which need no
-    label, PoolExists for a device that holds anything, PoolInUse, and what opening them raises.
+    Their contents are lost.  force: as for ``format``.  Raises ConfigError for files, which need no
+    label, PoolExists for a device that holds data, PoolInUse, and the errors of opening them.
     """
     names = member_names(paths)
     if not are_drives(names):
@@ -241,7 +241,7 @@ def label(paths: Paths, *, force: Force = False) -> None:
 def make_blank(names: Sequence[str]) -> None:
     """Erases both ends of devices or drives, so that they count as blank again.
 
-    Raises what opening them raises.
+    Raises the errors of opening them.
     """
     with open_controller(names) as controller, opened_io(controller) as (_, io):
         for nsid in range(1, len(names) + 1):
@@ -249,7 +249,7 @@ def make_blank(names: Sequence[str]) -> None:
 
 
 def erase(controller: NativeController, io: BlockIo, nsid: int) -> None:
-    """Zeros at both ends of a namespace: it counts as blank afterwards."""
+    """Writes zeros to both ends of a namespace, which counts as blank afterwards."""
     nbytes = controller.info.namespace_nlb[nsid - 1] * controller.info.lba_nbytes
     tail_nbytes = min(TAIL_NBYTES, nbytes - nbytes % BLOCK_NBYTES)
     io.write(nsid, 0, bytes(min(HEAD_NBYTES, tail_nbytes)))
@@ -261,7 +261,7 @@ def erase(controller: NativeController, io: BlockIo, nsid: int) -> None:
 
 @system_errors()
 def _erase_rest(member: FileMember) -> None:
-    """Zeros behind a device's last whole block, where no command of its controller reaches."""
+    """Writes zeros behind a device's last whole block, where its controller cannot write."""
     nbytes = member.nbytes % BLOCK_NBYTES
     if nbytes == 0:
         return
@@ -274,7 +274,7 @@ def _erase_rest(member: FileMember) -> None:
 
 def check_unlabelled(names: Sequence[str], force: Force) -> None:
     """Raises PoolExists for devices or drives that are labelled for a server and whose serial
-    numbers ``force`` does not name, and what opening drives raises.
+    numbers are not in ``force``, and the errors of opening drives.
     """
     found = [name for name, is_found in zip(names, _labelled(names), strict=True) if is_found]
     if found:
@@ -292,7 +292,7 @@ def _serials(names: list[str], force: Force) -> list[str]:
 
 
 def is_labelled(name: str) -> bool:
-    """Whether a device of the kernel was given to the pools of a server, and has none yet."""
+    """Whether a device of the kernel has the label of `label`, and so no pool yet."""
     if device_name(name) is None:
         return False
     try:
@@ -300,7 +300,7 @@ def is_labelled(name: str) -> bool:
     except OSError:
         return False  # opening it reports the error
     try:
-        # What was written around the block layer is not in the page cache.
+        # The page cache may be older than what was written without the block layer.
         os.posix_fadvise(fd, 0, len(LABEL), os.POSIX_FADV_DONTNEED)
         return os.pread(fd, len(LABEL), 0) == LABEL
     except OSError:
@@ -331,7 +331,7 @@ def _are_labelled(names: Sequence[str]) -> bool:
 def _check_incomplete(names: Sequence[str], missing: Sequence[str]) -> None:
     """Raises MemberMissing, or PoolInUse where another process makes the members just now."""
     there = next(name for name in names if name not in missing)
-    member = FileMember(there, lock=True)  # which a maker keeps until the last member is there
+    member = FileMember(there, lock=True)  # `format` has this lock until all members exist
     try:
         if _missing(names) == missing:
             raise MemberMissing(
@@ -345,7 +345,7 @@ def _check_incomplete(names: Sequence[str], missing: Sequence[str]) -> None:
 def _format_drives(
     names: Sequence[str], layout: KVLayout, member_nbytes: int, force: Force
 ) -> Geometry:
-    """The drives stay this process's from the look at what they hold to the last write."""
+    """Keeps the drives open from the check of their contents to the last write."""
     with open_controller(names) as controller:
         lba_nbytes = controller.info.lba_nbytes
         geometry = Geometry.plan(layout, member_nbytes, lba_nbytes=lba_nbytes, members=len(names))
@@ -361,7 +361,7 @@ def _write_format(
     geometry: Geometry,
     force: Force = True,
 ) -> None:
-    """Erases the signatures on devices and drives first, by which their old owner finds them."""
+    """Erases the signatures of earlier contents on devices and drives; then writes superblocks."""
     has_drives = are_drives(names)
     with opened_io(controller) as (engine, io):
         if has_drives:

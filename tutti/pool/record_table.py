@@ -31,7 +31,7 @@ from tutti.pool.members import Members
 from tutti.pool.slot_extents import record_places
 from tutti.pool.slot_jobs import SlotJobs, SlotJobStruct
 
-#: The fewest and the most records of a staging block, and the bytes of objects between the two.
+#: A staging block has a record for each object of 256 MiB, within these limits.
 BLOCK_RECORDS_MIN, _BLOCK_RECORDS_MAX = 64, 1024
 _BLOCK_OBJECTS_NBYTES = 256 << 20
 
@@ -39,8 +39,8 @@ _BLOCK_OBJECTS_NBYTES = 256 << 20
 class RecordTable(Owned):
     """Reads and writes records through a bounded set of registered staging blocks.  Thread-safe.
 
-    block_records: records that a block holds, at most 4 MiB of them: the pages of one put batch,
-    whose records cost little in comparison.
+    block_records: records in a block, at most 4 MiB of them.  A put is written in batches of so
+    many pages: then the time for records is small compared with that for data.
     """
 
     def __init__(self, engine: Engine, members: Members, *, blocks: int) -> None:
@@ -62,7 +62,7 @@ class RecordTable(Owned):
         self._changed = threading.Condition(self._lock)
 
     def close(self) -> None:
-        """Gives the staging memory back."""
+        """Releases the staging memory."""
         self._region.close()
 
     @property
@@ -74,16 +74,16 @@ class RecordTable(Owned):
 
     @property
     def staging_address(self) -> int:
-        """Of the first block."""
+        """Address of the first block."""
         return self._buffer.address
 
     def take(self) -> int | None:
-        """As ``reserve``, if a block is free now."""
+        """As ``reserve``, but returns None if no block is free now."""
         with self._lock:
             return self._free.pop() if self._free else None
 
     def reserve(self, timeout_s: float) -> int:
-        """A staging block of ``block_records`` records.  DeviceTimeout when none became free."""
+        """Reserves a block; returns its number.  Raises DeviceTimeout when none became free."""
         with self._lock:
             if not self._free and not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise DeviceTimeout(
@@ -92,7 +92,7 @@ class RecordTable(Owned):
             return self._free.pop()
 
     def release(self, block: int) -> None:
-        """Gives a staging block back; no transfer of it may be outstanding."""
+        """Makes a staging block free again; no transfer of it may be outstanding."""
         with self._lock:
             self._free.append(block)
             self._changed.notify()
@@ -169,9 +169,9 @@ class RecordTable(Owned):
         return self._records[block * self.block_records :][:n]
 
     def _order(self, slots: Slots) -> Slots | None:
-        """Slots by member: what lies together in staging is filled and written together.
+        """The order of slots by member, in which their records lie in staging and are written.
 
-        None: as they are, where there is one member.
+        None where there is one member: the order is that of the slots.
         """
         if self._members.count == 1:
             return None

@@ -1,7 +1,7 @@
-"""Puts the finished members of a new pool in the place of an old pool's, whatever is interrupted.
+"""Replaces the members of an old pool by the complete members of a new one.
 
-A new member waits beside the old one, under its name with ".resize" behind it. No name changes
-before all new members are complete, so once one has changed the others may follow at any time.
+A new member is a file next to the old one, with the same name and the suffix ".resize". No file is
+renamed before all new members are complete, so an interrupted replacement can be finished later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUFFIX = ".resize"
 
 
 def beside(names: Sequence[str]) -> list[str]:
-    """Where the new members are made."""
+    """The paths of the new members."""
     return [f"{name}{SUFFIX}" for name in names]
 
 
@@ -36,7 +36,7 @@ def give_owners(names: Sequence[str]) -> None:
         try:
             os.chown(f"{name}{SUFFIX}", status.st_uid, status.st_gid)
         except PermissionError as error:
-            # Of other owners than this user and root no pool is opened.
+            # A pool whose owner is neither this user nor root is never opened.
             is_own = status.st_uid == os.geteuid()
             remedy = "give it a group of yours with chgrp" if is_own else "run as its owner"
             raise PoolReadOnly(
@@ -47,7 +47,7 @@ def give_owners(names: Sequence[str]) -> None:
 
 
 def superblock_of(path: str) -> Superblock | None:
-    """The superblock that counts of a member in a file; None where there is none."""
+    """The current superblock of a member in a file; None if there is none."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(2 * BLOCK_NBYTES)
@@ -57,7 +57,7 @@ def superblock_of(path: str) -> Superblock | None:
 
 
 def finish(names: Sequence[str]) -> bool:
-    """Ends a replacement that was interrupted after its first name; whether there was one."""
+    """Finishes a replacement that was interrupted after its first rename; whether there was one."""
     waiting = _waiting(names)
     for name in waiting:
         _rename(name)
@@ -65,7 +65,7 @@ def finish(names: Sequence[str]) -> bool:
 
 
 def leftovers(names: Sequence[str]) -> list[str]:
-    """The files that a resize left beside a whole pool, because it was interrupted."""
+    """The files that an interrupted resize left next to the members of a complete pool."""
     files = beside([os.path.realpath(name) for name in names])
     return [file for file in files if os.path.exists(file)]
 
@@ -80,7 +80,7 @@ def remedy(files: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def explained(names: Sequence[str]) -> Iterator[None]:
-    """Says of members that do not fit together whether an interrupted resize is the reason."""
+    """Explains a MemberSwapped by an interrupted resize, if that is the reason."""
     try:
         yield
     except MemberSwapped as error:
@@ -93,11 +93,11 @@ def explained(names: Sequence[str]) -> Iterator[None]:
 
 
 def _waiting(names: Sequence[str]) -> list[str]:
-    """The members that still have to be replaced; none where no other has been."""
+    """The members that still have to be replaced; none if no member was replaced yet."""
     names = [os.path.realpath(name) for name in names]  # as `resize` names the new members
     waiting = [name for name in names if os.path.exists(f"{name}{SUFFIX}")]
     if not waiting or len(waiting) == len(names):
-        return []  # of all members: not one name has changed
+        return []  # none is left, or none was renamed yet
     found = [superblock_of(f"{n}{SUFFIX}" if n in waiting else n) for n in names]
     first = found[0]
     if first is None or any(
@@ -130,9 +130,9 @@ def replace(names: Sequence[str], olds: Sequence[Superblock]) -> None:
 
 
 def _forget(member: FileMember) -> None:
-    """Makes no pool of a file that has lost its name.
+    """Erases the superblocks of a file that has lost its name.
 
-    A process that waits for its lock has it open already, and what it stored there would be lost.
+    A process that waits for its lock has it open already, and would store objects that are lost.
     """
     if os.fstat(member.fd).st_nlink == 0 and member.buffered_fd is not None:
         os.pwrite(member.buffered_fd, bytes(2 * BLOCK_NBYTES), 0)

@@ -13,7 +13,7 @@ from tutti.gio_uring.iocb import CutStruct, Extents, Runs, fill_runs
 from tutti.medium.geometry import Geometry
 from tutti.native import address, members
 
-#: No run is longer.
+#: No limit to the length of a run.
 WHOLE = 2**32 - 1
 
 
@@ -26,7 +26,7 @@ class SlotPlaces(ctypes.Structure):
 
 
 def object_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
-    """Of the slices of layer 0; nsids: of the members, whose array the caller keeps."""
+    """Places of the slices of layer 0.  nsids: of the members; the caller keeps the array alive."""
     return SlotPlaces(
         address(nsids),
         nsids.size,
@@ -38,13 +38,13 @@ def object_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
 
 
 def record_places(geometry: Geometry, nsids: U32) -> SlotPlaces:
-    """Of the slot records, which are neighbours from one group to the next as well."""
+    """Places of the slot records, which are contiguous over all groups of a member."""
     first_lba = geometry.table_offset // geometry.lba_nbytes
     return SlotPlaces(address(nsids), nsids.size, geometry.slots, geometry.slots, 1, first_lba)
 
 
 class SlotExtents(Extents):
-    """Where slots in page order lie: their commands at once, their runs where they are asked for.
+    """Extents of slots in page order: commands are computed directly, runs only when they are read.
 
     slots: (n,).  layer_stride_nlb: see Extents.
     """

@@ -45,8 +45,8 @@ class PutStruct(ctypes.Structure):
 class SlotJobs:
     """Starts jobs of one engine on the slots of one pool.  Thread-safe.
 
-    slice_nlb, layer_stride_nlb: see Extents.  words: of 8 bytes, that a job needs for each slot and
-    one more.
+    slice_nlb, layer_stride_nlb: see Extents.  words: 8-byte words of memory that a job needs for
+    each slot; it needs one more word.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SlotJobs:
         timeout_s: float,
     ) -> None:
         self._engine = engine
-        self._places = places  # and with it the memory that the struct names
+        self._places = places  # keeps the memory alive that the struct points to
         slot_runs = -(-slice_nlb // engine.command_nlb_max)
         self.words = 1 + 3 * slot_runs
         self.common = SlotJobStruct(
@@ -80,7 +80,7 @@ class SlotJobs:
     def struct(
         self, job: Job, pages: U32, memory: PagedMemory, *, held: bool = False, ahead: bool = False
     ) -> SlotJobStruct:
-        """Of a job that is open; native code starts it."""
+        """The struct of an open job, with which native code starts it."""
         struct = SlotJobStruct.from_buffer_copy(self.common)
         struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
@@ -96,7 +96,7 @@ class SlotJobs:
         memory: PagedMemory,
         **options: Unpack[HostOptions],
     ) -> Job:
-        """As Engine.submit of the places of ``slots`` in page order; without digests to compare."""
+        """As Engine.submit for the places of ``slots`` in page order; compares no digests."""
         n, digests = slots.size, options.get("digests")
         words = np.empty(n * self.words + 1, np.uint64)
         keep = (words, pages, memory, digests)
