@@ -41,12 +41,12 @@ class Breaker:
         return self._row < self._failures
 
     def success(self) -> None:
-        """The medium did what it should."""
+        """Counts a success, which closes the breaker."""
         with self._lock:
             self._row = 0
 
     def failure(self) -> None:
-        """It did not."""
+        """Counts a failure."""
         with self._lock:
             self._row += 1
             if self._row == self._failures:
@@ -65,8 +65,9 @@ class Breaker:
 
 
 def crawls(nbytes: int, waited_s: float, *, least_mbs: float, patience_s: float) -> bool:
-    """Whether a transfer that was waited for was unbearably slow.
+    """Whether a transfer was so slow that it counts as a failure.
 
-    least_mbs: 10^6 bytes a second.  patience_s: no wait below it counts.
+    least_mbs: lowest acceptable speed, in 10^6 bytes per second.  patience_s: waits of at most this
+    time never count.
     """
     return waited_s > patience_s and nbytes < least_mbs * 1e6 * waited_s

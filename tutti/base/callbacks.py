@@ -1,4 +1,4 @@
-"""Calls to code of the user's: whatever it raises, the thread that called it goes on."""
+"""Calls user code so that the calling thread continues, whatever that code raises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _calls = threading.local()
 
 
 class Guard:
-    """Calls what a user passed in, and logs and counts what that raises.
+    """Calls functions that a user passed in, and logs and counts the errors that they raise.
 
     errors: how many calls raised.
     """
@@ -37,9 +37,9 @@ class Guard:
         return True
 
     def caught(self, what: str, error: BaseException) -> None:
-        """Logs and counts an error, of any class: CancelledError and SystemExit are the user's.
+        """Logs and counts an error of any class, as CancelledError and SystemExit are the user's.
 
-        Raises a KeyboardInterrupt of the main thread again, which is Ctrl-C.
+        Raises a KeyboardInterrupt again in the main thread, where it is Ctrl-C.
         """
         if isinstance(error, KeyboardInterrupt) and is_main_thread():
             raise error

@@ -1,6 +1,6 @@
-"""Checks of what callers give: numbers, durations, texts and the files that they name.
+"""Checks of arguments: numbers, durations, strings and files.
 
-Those with the parameters (name, value) are rules for `takes`, too.
+Functions with the parameters (name, value) are also rules for `takes`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def share(name: str, value: Any) -> float:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file that ends: the open of a FIFO, and the read of some devices, wait without end.
+    """Opens a regular file for reading; to open a FIFO or to read a device could block forever.
 
     Raises OSError, also for what is not a regular file.
     """

@@ -38,7 +38,7 @@ class Histogram:
 
 
 def quantile_s(counts: Sequence[int], share: float) -> float | None:
-    """The upper bound of the bucket that the quantile lies in; None without a count."""
+    """The upper bound of the bucket with a quantile (share: 0.99 for p99); None without counts."""
     total = sum(counts)
     if not total:
         return None

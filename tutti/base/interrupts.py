@@ -1,4 +1,4 @@
-"""Ctrl-C at any instruction: what a signal handler raises leaves nothing half done.
+"""Protects calls from Ctrl-C: an exception of a signal handler leaves nothing half done.
 
 Python runs signal handlers in the main thread, between any two of its instructions, and what they
 raise ends whatever ran there.  Code that acquires and releases therefore runs on other threads.
@@ -69,8 +69,8 @@ class Latch:
 
 
 def in_pieces(wait: Callable[[float], bool], timeout_s: float) -> bool:
-    """A native wait of ``wait(seconds)``, which no signal ends, in pieces between which Ctrl-C is
-    raised.  False after the timeout.
+    """Calls ``wait(seconds)``, a native wait that no signal ends, for short times, between which
+    Ctrl-C is raised.  False after the timeout.
     """
     deadline_s = time.monotonic() + timeout_s
     left_s = timeout_s
@@ -147,7 +147,7 @@ class _Call:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for its end.  False after the timeout."""
-        return self._ended.wait(timeout_s) or self._is_over  # when its thread could not wake us
+        return self._ended.wait(timeout_s) or self._is_over  # also if its thread could not wake us
 
     def start(self) -> None:
         """Hands it to a thread that waits for calls, or to a new one."""
@@ -171,17 +171,17 @@ class _Call:
             ) from error
 
     def finish(self) -> tuple[Any, BaseException | None]:
-        """Waits for the end, which the deadlines of what is called bound: what it returned, and
-        what it raised.
+        """Waits for its end, which comes by the deadlines inside the called function.  Returns its
+        result and its error.
         """
         while not self.wait(_LOOK_S):
-            if not self._claim.locked():  # its thread ended just before it came
+            if not self._claim.locked():  # the idle thread ended before it took the call
                 self._start_thread()
         error, self._error = self._error, None  # its frames refer to this object
         return self._result, error
 
     def revert(self, undo: Callable[[Any], object] | None) -> None:
-        """Undoes it once it has ended; if it has not begun it never will."""
+        """Undoes the call once it has ended.  One that has not begun will never begin."""
         if self._claim.acquire(blocking=False):
             _running.discard(weakref.ref(self))
             self._ended.set()
@@ -222,7 +222,7 @@ def start(function: Callable[[], object]) -> None:
     """Runs a function on another thread, for which the exit of the process waits."""
     call = _Call(function)
     _running.add(weakref.ref(call, _running.discard))
-    call._start_thread()  # its own: one that waits for calls may be about to end
+    call._start_thread()  # a new one: an idle thread may be about to end
 
 
 #: What was started and has not ended.  Weak: an interrupted start may have handed it to no thread.
@@ -230,27 +230,27 @@ _running: set[weakref.ref[_Call]] = set()
 
 
 def _wait_for_calls() -> None:
-    """Before finalizers run at exit: they end what a call may be about to end."""
+    """Waits for calls at exit, before finalizers run, which may end the same objects."""
     deadline_s = time.monotonic() + _EXIT_S
     for weak in list(_running):
         call = weak()
-        # One that has not begun by then was interrupted before a thread was given it.
+        # A call that has not begun by then was interrupted before a thread got it.
         if call is not None and not call.wait(_LOOK_S) and call._claim.locked():
             call.wait(deadline_s - time.monotonic())
 
 
-# Functions registered last run first: before weakref's, which it registers with its first object.
+# What is registered last runs first: before weakref's own, which comes with its first finalizer.
 weakref.finalize(Latch(), id, 0)
 atexit.register(_wait_for_calls)
 os.register_at_fork(after_in_child=_running.clear)
 
-#: Of the threads that wait for a call, the queues they wait at.
+#: The queues at which idle threads wait for a call.
 _idle: deque[queue.SimpleQueue[_Call]] = deque()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 def _start_thread(call: _Call) -> None:
-    """Runs on a bare thread: a daemon of threading's takes over."""
+    """Runs on a bare thread, and passes the call to a daemon thread of `threading`."""
     inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
     inbox.put(call)
     threading.Thread(target=_serve, args=(inbox,), name="tutti-calls", daemon=True).start()
@@ -259,7 +259,7 @@ def _start_thread(call: _Call) -> None:
 def _serve(inbox: queue.SimpleQueue[_Call]) -> None:
     while (call := _next(inbox)) is not None:  # bounded: ends when none comes for a while
         call.run()
-        del call  # or what it returned lives on here
+        del call  # otherwise its result would stay alive here
         _idle.append(inbox)
 
 

@@ -1,4 +1,4 @@
-"""What memory this process may still use, and whether tasks wait for memory: /proc and cgroups."""
+"""Memory that this process may still use, and whether tasks wait for memory: /proc and cgroups."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _UNLIMITED_NBYTES = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What this process may still use.
+    """Memory that this process may still use.
 
     available_nbytes: MemAvailable of the machine, which counts page cache that can be reclaimed.
     limit_nbytes: of the tightest control group around the process, None without one; anon_nbytes,
-    shmem_nbytes: what is used in that group and cannot be reclaimed.  source: which version it has;
-    folder: where it is.  told: of each group around the process, whether its limit could be read.
+    shmem_nbytes: memory of that group that cannot be reclaimed; source: its version of cgroups;
+    folder: its folder.  told: for each group around the process, whether its limit could be read.
     """
 
     available_nbytes: int
@@ -40,9 +40,9 @@ class MemoryFacts:
 
 
 def read_stall_us(root: Path = Path("/")) -> int | None:
-    """Microseconds in which tasks waited for memory, in all; None without PSI (proc(5)).
+    """Total microseconds in which tasks waited for memory; None without PSI (proc(5)).
 
-    Of the control group of version 2 around the process, else of the machine.
+    Of the control group around the process, if that is of version 2, else of the machine.
     """
     for folder, is_v2 in _groups_around(root):
         stalled = _stall_us(folder / "memory.pressure") if is_v2 else None
@@ -52,7 +52,7 @@ def read_stall_us(root: Path = Path("/")) -> int | None:
 
 
 def total_nbytes(root: Path = Path("/")) -> int:
-    """What the machine has, or less where a control group limits it: the same at any moment.
+    """Memory of the machine, or the limit of a control group if that is less: always the same.
 
     Raises Unsupported without /proc/meminfo.
     """
@@ -76,7 +76,7 @@ def _stall_us(path: Path) -> int | None:
 
 
 def read_memory(root: Path = Path("/")) -> MemoryFacts:
-    """What the kernel says now: proc(5), and control groups of version 1 or 2.
+    """Reads the current facts from proc(5) and from control groups of version 1 or 2.
 
     root: of the file system that holds proc and sys.  Raises Unsupported without MemAvailable,
     which Linux has had since 3.14.
@@ -98,7 +98,7 @@ def read_memory(root: Path = Path("/")) -> MemoryFacts:
 
 
 def _limit_nbytes(folder: Path, is_v2: bool) -> int | None:
-    """From _UNLIMITED_NBYTES on for a group without a limit; None where that cannot be told."""
+    """The limit: _UNLIMITED_NBYTES or more for a group without one, None if it cannot be read."""
     # Above memory.high pages are reclaimed and tasks throttled: page cache is of no use there.
     names = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
     limits = []
@@ -116,7 +116,7 @@ def _limit_nbytes(folder: Path, is_v2: bool) -> int | None:
 
 
 def _group_facts(folder: Path, is_v2: bool, limit_nbytes: int, machine: MemoryFacts) -> MemoryFacts:
-    """Of a group with a limit, on a machine of which another group may have told already."""
+    """The facts of a group with a limit.  machine: has the fields that are not of the group."""
     stat = _numbers(folder / "memory.stat")
     # "total_" counts the groups below as well; version 2 always does.
     anon = stat.get("anon", 0) if is_v2 else stat.get("total_rss", stat.get("rss", 0))

@@ -1,5 +1,5 @@
-"""NUMA nodes by sysfs: memory lies on the node of the thread that touches it first, and threads
-run where the one that starts them may run.
+"""NUMA nodes by sysfs.  Memory is on the node of the thread that touches it first, and a thread
+may use the processors of the thread that starts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def node_of(device: Path) -> int | None:
-    """That of a device, by its folder in sysfs; -1 there, and None here, where it is unknown."""
+    """The node of a device, by its folder in sysfs; None where sysfs has -1 or nothing."""
     try:
         node = int((device / "numa_node").read_text())
     except (OSError, ValueError):
@@ -26,8 +26,8 @@ def node_of(device: Path) -> int | None:
 def on_node(node: int | None) -> Iterator[None]:
     """Keeps the calling thread on a node's processors, for memory and threads that it makes.
 
-    Does nothing for None, where the thread may use none of these processors or no others, and
-    where the system refuses.
+    Does nothing for None, if the thread may use none of these processors or only these, or if the
+    system refuses.
     """
     before = os.sched_getaffinity(0)
     there = before & _processors(node)

@@ -18,14 +18,14 @@ class Overlap(Enum):
     CROSS = "cross"
 
 
-#: Of each way, after a warm-up.
+#: Trials of each way, after a warm-up.
 TRIALS = 2
 
 
 class PipelineChooser:
     """The choice for one path.  The same measurements give the same choice.  Not thread-safe.
 
-    gain: how many times as fast CROSS has to be.
+    gain: CROSS is chosen if it is more than so many times as fast as INTRA.
     """
 
     def __init__(self, gain: float) -> None:
@@ -35,7 +35,7 @@ class PipelineChooser:
 
     @property
     def is_decided(self) -> bool:
-        """Whether all trials are there; nothing is measured after that."""
+        """Whether all trials are done; nothing is measured after that."""
         return all(len(found) == TRIALS for found in self._found.values())
 
     @property
@@ -48,9 +48,9 @@ class PipelineChooser:
         return Overlap.CROSS if cross * self._gain < intra else Overlap.INTRA
 
     def observe(self, way: Overlap, nbytes: int, seconds: float) -> Overlap:
-        """What a transfer took that overlapped this way; how the next one is to.
+        """Takes the time of a transfer that overlapped this way; returns the way of the next one.
 
-        Measurements that mean nothing (no bytes, no time, a clock that jumped) are left out.
+        Invalid measurements (no bytes, no time, a clock that jumped) are ignored.
         """
         if nbytes > 0 and 0 < seconds < float("inf"):
             if self._is_warm and len(self._found[way]) < TRIALS:

@@ -34,7 +34,7 @@ class Owned:
     """Base of objects that belong to the process that made them.
 
     In a forked child each becomes `Foreign`: `close` does nothing, and any other use raises
-    ForkedProcess at once.  An object is known from before it acquires anything.
+    ForkedProcess at once.  An object is registered here before it acquires anything.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -89,7 +89,7 @@ def finalize(
 
 
 def own_file(file: _File) -> _File:
-    """A file or socket whose copy a forked child closes.  It ends itself once nothing has it."""
+    """Has a forked child close its copy of a file or socket.  Keeps no reference; returns it."""
     _files.add(file)
     return file
 
@@ -101,7 +101,7 @@ def at_exit(function: Callable[[], object]) -> None:
 
 
 def forget_exit(function: Callable[[], object]) -> None:
-    """Takes `at_exit` back."""
+    """Undoes `at_exit`."""
     atexit.unregister(function)
     _exits.discard(function)
 

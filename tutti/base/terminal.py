@@ -206,6 +206,6 @@ def _wrapped(rows: Sequence[Sequence[object]], width: int) -> list[list[object]]
 
 
 def facts(rows: Sequence[tuple[str, object]]) -> str:
-    """Names and what they are, one to a line."""
+    """Names and values, one pair per line."""
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -1,4 +1,4 @@
-"""The profile that a pool is scheduled by: found, so that no one has to ask for it.
+"""Finds the profile by which a pool is scheduled, so that users need not make one.
 
     schedule = find_schedule("auto", ["/mnt/nvme/pool.tutti"], layout)
 
@@ -35,18 +35,18 @@ from tutti.scheduler.roofline import DENSE_MODELS, GPUS, ModelShape
 AUTO, OFF = "auto", "off"
 #: Where a profile came from, as `stats` and the metrics name it.
 FILE, CACHE, MEASURED, ESTIMATED = "file", "cache", "measured", "estimated"
-#: As the gauge of the metrics has it: 0 without a scheduler, 1 by an estimate, 2 by measurements.
+#: Values of the gauge in the metrics: 0 without a scheduler, 1 by an estimate, 2 by measurements.
 SCHEDULING = {OFF: 0, ESTIMATED: 1, FILE: 2, CACHE: 2, MEASURED: 2}
 
-#: From the first byte of the file to its removal.
+#: The longest measurement, from the first byte of its file to the removal.
 BUDGET_S = 2.0
-_WRITTEN_S = 0.8  # of it for writing the file
-_ROUNDS_S = 1.0  # and until the last round began
+_WRITTEN_S = 0.8  # from the start until the file must be written
+_ROUNDS_S = 1.0  # from the start until the last round may begin
 _FILE_NBYTES = 32 * MiB
 _SIZES = (256 * KiB, 1 * MiB, 4 * MiB)
 _SLICE_NBYTES = 256 * KiB
-_ROOM = 4  # times the file must be free
-#: So much waiting writes as take so long are written without slack.
+_ROOM = 4  # times the size of the file must be free
+#: When the writes that wait take this long, they no longer wait for slack.
 _PRESSING_US = 2_000_000.0
 #: A write that waited longer goes without slack.
 _WRITE_PATIENCE_US = 5_000_000.0
@@ -57,14 +57,14 @@ _log = logging.getLogger(__name__)
 
 
 class _TooSlow(Exception):
-    """The medium does not do in time what a measurement needs."""
+    """The medium is too slow, or too full, to be measured."""
 
 
 class Speeds(NamedTuple):
     """Speeds of media, for a process that cannot measure them.
 
-    io: of a profile's document.  source: see CACHE.  media: names of the drives.  facts: what
-    machine_facts says of the first of them.
+    io: as in a profile's document.  source: where they come from, see CACHE.  media: names of the
+    drives.  facts: machine_facts of the first of them.
     """
 
     io: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Speeds(NamedTuple):
 def find_speeds(members: Sequence[str], *, executor: str = "auto") -> Speeds:
     """Speeds of the media that have these members or folders, found as for `find_profile`."""
     folders, media = media_of(members)
-    model = DENSE_MODELS["llama-3.1-8b"]  # of no account here
+    model = DENSE_MODELS["llama-3.1-8b"]  # any: only the speeds of the media are used
     profile, source = find_profile(AUTO, folders, model, executor=executor)
     machine = profile.document["machine"]
     facts = {name: machine[name] for name in ("filesystem", "disk") if name in machine}
@@ -107,10 +107,10 @@ def find_profile(
     executor: str = "auto",
     any_model: bool = False,
 ) -> tuple[TableProfile, str]:
-    """The profile and where it came from; one line of the log says so.
+    """The profile and its source; logs one line about it.
 
-    media: folders of the members, on their media; none where nothing can be measured, as on drives
-    without a file system; or what another process found.
+    media: a folder on each medium of the members, or none where nothing can be measured, as on
+    drives without a file system; or the speeds that another process found.
     any_model: a file's profile may be of another model.
     Raises ProfileError for a file that is not a profile.
     """
@@ -138,9 +138,9 @@ def find_schedule(
     *,
     executor: str = "auto",
 ) -> Schedule | None:
-    """By which a store of this layout issues its transfers; None for at once.
+    """The schedule for a store of this layout; None if it issues its transfers at once.
 
-    members: their paths; media are measured if they are files.  Or what another process found.
+    members: their paths (media are measured if all are files), or what another process found.
     """
     if choice is None or is_off(choice):
         return None
@@ -159,7 +159,7 @@ def find_schedule(
 def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
     """A folder on each medium that has members, or will have them, and their Schedule.media.
 
-    No folder where one is a drive or a device, which has none.
+    No folders if a member is a drive or a device.
     """
     folders: dict[int, Path] = {}
     for member in () if any(map(is_device, members)) else members:
@@ -171,9 +171,10 @@ def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def store_limits(profile: Profile, page_nbytes: int) -> Limits:
-    """Limits of a store of its own: its callers hold the pages, so nothing is dropped for them.
+    """Limits of an embedded store: its callers keep the pages, so no put is dropped to free them.
 
-    They may wait for one put before the next, so that pressure never begins: hence less patience.
+    A caller may wait for each put before the next, so that the backlog never presses; therefore
+    writes wait less long for slack than by default.
     """
     pressing = max(64, int(_PRESSING_US / max(1.0, profile.write_us(page_nbytes))))
     return Limits(
@@ -185,7 +186,7 @@ def store_limits(profile: Profile, page_nbytes: int) -> Limits:
 
 
 def model_of(layout: KVLayout) -> ModelShape:
-    """What a layout tells of its model."""
+    """The shape of a layout's model, estimated where the model is not known."""
     known = DENSE_MODELS.get(layout.model or "")
     if known is not None:
         return known
@@ -194,7 +195,7 @@ def model_of(layout: KVLayout) -> ModelShape:
 
 
 def model_like(name: str, layers: int, kv_nbytes_per_token: int) -> ModelShape:
-    """A model of which no more is known; the rest is scaled by its layers."""
+    """The shape of an unknown model: that of Llama-3.1-8B, scaled by the number of layers."""
     like = DENSE_MODELS["llama-3.1-8b"]
     scale = layers / like.layers
     return ModelShape(
@@ -261,7 +262,7 @@ def _find(
 
 
 def _told(speeds: Speeds, document: Mapping[str, Any]) -> tuple[TableProfile, str]:
-    """Raises ProfileError for what are not speeds."""
+    """The profile with the speeds that another process found.  Raises ProfileError."""
     try:
         profile = TableProfile({**document, "medium": {}, "io": speeds.io})
     except (LookupError, TypeError) as error:
@@ -311,9 +312,9 @@ def _measured(document: Mapping[str, Any], folders: Sequence[Path], executor: st
 
 
 def _times(medium: Medium, began_s: float) -> dict[tuple[str, int], list[list[float]]]:
-    """Of transfers by their direction and size, at least one of each.
+    """Microseconds of transfers by (direction, size), at least one of each.
 
-    None begins that would end too late if it were as slow, by its bytes, as the one before.
+    No transfer begins that would end too late if it took as long per byte as the one before.
     """
     times: dict[tuple[str, int], list[list[float]]] = {}
     transfers = [(direction, size) for direction in ("read", "write", "both") for size in _SIZES]

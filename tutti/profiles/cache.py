@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where the files are; made when something is kept."""
+    """The folder of the files; it is made with the first file."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return base / "tutti"
@@ -46,7 +46,7 @@ class CachedSpeeds:
         self.path = cache_folder() / f"medium-{name}.json"
 
     def read(self) -> dict[str, Any] | None:
-        """What was kept; None where there is nothing that can be used."""
+        """The speeds of the entry; None without a usable one."""
         try:
             with open_regular(self.path) as file:
                 content = json.loads(file.read(_FILE_NBYTES_MAX))
@@ -65,7 +65,7 @@ class CachedSpeeds:
         _log.warning("the cached profile %s is not used: %s", self.path, why)
 
     def write(self, io: Mapping[str, Any]) -> None:
-        """Keeps an entry; a cache that cannot be written is logged."""
+        """Writes the entry; logs a warning if the cache cannot be written."""
         beside = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,9 +83,9 @@ class CachedSpeeds:
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:
-        """Other processes that measure the medium wait, so that one measures for all of them.
+        """Holds a lock inside, so that one process measures the medium for all of them.
 
-        Goes on without the lock after the timeout, and where the cache cannot be written.
+        Continues without the lock after the timeout, and where the cache cannot be written.
         """
         fd = None
         deadline_s = time.monotonic() + timeout_s

@@ -28,10 +28,10 @@ _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool'
 class Medium:
     """Members made for measuring, written once and removed at the end; a context manager.
 
-    paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes: of
-    all of them, at least twice the largest transfer.  Reads and writes have the priorities that
-    loads and puts of a store have.  wrote: is told (bytes, of all) while a file is written.
-    timeout_s: of one transfer.  Raises what files and devices raise.
+    paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes:
+    total size, at least twice the largest transfer.  Reads and writes have the priorities of loads
+    and puts of a store.  wrote: called with (bytes written, bytes in all) while a file is written.
+    timeout_s: of one transfer.  Raises the errors of making and opening the members.
     """
 
     def __init__(

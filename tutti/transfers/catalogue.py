@@ -64,7 +64,7 @@ class ObjectInfo:
 class Catalogue(Owned):
     """The catalogue of one open pool.  Thread-safe.
 
-    keys are uint8 (n, 16); those that are not in the pool are passed over.
+    Keys are uint8 (n, 16); those that are not in the pool are skipped.
     """
 
     def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
@@ -72,11 +72,11 @@ class Catalogue(Owned):
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=1)
         self._changing = threading.Lock()  # one thread at a time reads and rewrites records
-        self._pinning = threading.Lock()  # one at a time compares with the share and pins
+        self._pinning = threading.Lock()  # one thread at a time checks pin_share and pins
         self.expiry = Expiry(core, reclaimer)
 
     def close(self) -> None:
-        """Gives the staging memory back; nothing may be in flight."""
+        """Releases the staging memory; nothing may be in flight."""
         self.expiry.stop(1.0)
         self._table.close()
 
@@ -92,7 +92,7 @@ class Catalogue(Owned):
             return core.index.key[np.flatnonzero(held)].copy()
 
     def keys_by_use(self) -> Keys:
-        """Keys of all objects, the least recently used first; of one use by their slots."""
+        """Keys of all objects, the least recently used first; of equal use in order of slots."""
         core = self._core
         with core.lock:
             core.check_open()
@@ -102,10 +102,9 @@ class Catalogue(Owned):
 
     @uninterrupted()
     def objects(self, keys: Keys) -> list[ObjectInfo]:
-        """What is known of objects, by their records.
+        """Describes objects by their records, in the order of their slots.
 
-        They are in the order of their slots.  Raises MediumError for records that cannot be read,
-        DeviceTimeout.
+        Raises MediumError for records that cannot be read, DeviceTimeout.
         """
         return [info for info, _ in self.described(keys)]
 
@@ -119,9 +118,9 @@ class Catalogue(Owned):
     @uninterrupted()
     @takes(timeout_s=seconds)
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
-        """Removes objects, pinned ones as well; how many.  The medium has forgotten them on return.
+        """Removes objects, pinned ones too; returns how many, once their records are voided.
 
-        Waits for transfers of them.  Raises DeviceTimeout when those do not end in time.
+        Waits for transfers of these objects.  Raises DeviceTimeout when they do not end in time.
         """
         core = self._core
         keys = as_keys(keys)
@@ -151,7 +150,7 @@ class Catalogue(Owned):
 
     @uninterrupted()
     def pin(self, keys: Keys) -> int:
-        """Keeps objects from eviction until ``unpin``, also after a restart; how many are pinned.
+        """Protects objects from eviction until ``unpin``, also after a restart; returns how many.
 
         Raises CapacityError where that exceeds ``pin_share`` of the pool: nothing is pinned then.
         """
@@ -170,18 +169,18 @@ class Catalogue(Owned):
 
     @uninterrupted()
     def unpin(self, keys: Keys) -> int:
-        """Takes back what ``pin`` did; how many objects are not pinned now."""
+        """Undoes ``pin``; returns how many of these objects are in the pool."""
         return self._change(keys, pinned=False)
 
     @uninterrupted()
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
-        """Objects are removed in so many seconds, rounded up to 64; None: never.  How many."""
+        """Has objects removed in ``ttl_s`` seconds, rounded up to 64; None: never.  How many."""
         expiry = expiry_of(ttl_s)
         self.expiry.watch(expiry > 0)
         return self._change(keys, expiry=expiry)
 
     def recount(self) -> None:
-        """After recovery: what is pinned counts, and what expires is watched.  Lock held."""
+        """After recovery: counts pinned objects, and watches those that expire.  Lock held."""
         self._core.lookup_pins.reserved = int(np.count_nonzero(self._core.index.pinned))
         self.expiry.watch(bool(self._core.index.expiry.any()))
 
@@ -214,7 +213,7 @@ class Catalogue(Owned):
         return count
 
     def _records(self, keys: Keys) -> Iterator[tuple[Slots, npt.NDArray[np.void]]]:
-        """(slots, their records), a block at a time; the objects stay while it is looked at."""
+        """Yields (slots, their records), a block at a time; the objects are pinned meanwhile."""
         core, keys = self._core, as_keys(keys)
         most = self._table.block_records
         for start in range(0, len(keys), most):
@@ -231,7 +230,7 @@ class Catalogue(Owned):
                         core.changed.notify_all()
 
     def _read(self, slots: Slots) -> tuple[Slots, npt.NDArray[np.void]]:
-        """The records of slots, without those that are not what the index says."""
+        """Slots and their records, without those whose record is not that of the object."""
         core, timeout_s = self._core, self._core.config.timeout_s
         block = self._table.reserve(timeout_s)
         try:
@@ -294,7 +293,7 @@ class Catalogue(Owned):
                 self._keep_until_written(slots[rows], done)
                 raise DeviceTimeout("the records were not written in time; try again")
             if done.page_status.any():
-                core.leave_open = True  # a record may be torn: the next open has to look
+                core.leave_open = True  # a record may be torn: the next open has to read them all
                 raise MediumError("records cannot be written; check the device")
 
     def _keep_until_written(self, slots: Slots, job: Job) -> None:

@@ -62,7 +62,7 @@ def releases_lock(
 
 
 def _drive(window: WindowStats) -> dict[str, Any]:
-    """What the engine has found out about one drive, reads and writes apart."""
+    """The engine's statistics of one drive, separately for reads and writes."""
     stats: dict[str, Any] = {
         "commands": int(window.commands),
         "read_nbytes": int(window.bytes_read),
@@ -77,7 +77,7 @@ def _drive(window: WindowStats) -> dict[str, Any]:
 
 
 class Closable(Protocol):
-    """What ends with the store."""
+    """A part that ends with the store."""
 
     def close(self) -> None:
         """Releases what it holds."""
@@ -160,11 +160,11 @@ class Core(InFlight):
     def choose_victims(self, n: int, among: Mask | None = None) -> Slots:
         """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
 
-        among: which slots may go; None for all.
+        among: slots that may be evicted; None for all.
         """
         index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
-        # What is pinned is not there for the policy: the rest of its group goes as any other's.
+        # The policy does not see pinned objects: the rest of their group is evicted as usual.
         view = EvictionView(
             index.resident() & ~index.pinned & (True if among is None else among),
             index.busy(),
@@ -192,7 +192,7 @@ class Core(InFlight):
         return int(np.count_nonzero(self.index.state == SlotState.UNPROVEN))
 
     def unproven_keys(self, n: int, start: int) -> tuple[npt.NDArray[np.uint8], int]:
-        """Keys (<= n, 16) of unproven objects from slot ``start`` on, and where to go on."""
+        """Keys (<= n, 16) of unproven objects from slot ``start`` on, and the next ``start``."""
         with self.lock:
             slots = start + np.flatnonzero(self.index.state[start:] == SlotState.UNPROVEN)[:n]
             return self.index.key[slots].copy(), int(slots[-1]) + 1 if slots.size else 0
@@ -247,7 +247,7 @@ class Core(InFlight):
                 self.lookup_pins.release(name)
 
     def _count_lookup(self, keys: int, hits: int, pins: bool) -> None:
-        """Also expects a put of what was missed where the hits are pinned: others just look."""
+        """Expects a put of the missed pages if the look-up pins the hits, and none otherwise."""
         self.counters.lookups += 1
         self.counters.looked_up += keys
         self.counters.hits += hits
@@ -269,16 +269,16 @@ class Core(InFlight):
             self._begin_day(self._written_nbytes() - objects * self._stored_nbytes)
 
     def moved_elsewhere(self, opcode: int, objects: int) -> None:
-        """Another process moves objects, which this one's engine does not count."""
+        """Counts objects that another process moves, as the engine here does not."""
         with self.lock:
             self._others_nbytes[opcode] += objects * (self._stored_nbytes - RECORD_NBYTES)
 
     def _written_nbytes(self) -> int:
-        """Of the medium, records included.  Lock held."""
+        """Bytes written to the medium, records included.  Lock held."""
         return int(self.engine.stats().bytes_written) + self._others_nbytes[OPCODE_WRITE]
 
     def _begin_day(self, written_nbytes: int) -> None:
-        """written_nbytes: up to its midnight."""
+        """Begins today's count.  written_nbytes: bytes that were written before midnight."""
         self._day, self._before_day_nbytes = self._today(), written_nbytes
 
     def _today(self) -> int:
@@ -406,7 +406,7 @@ class Core(InFlight):
                         "the medium did not answer a deallocate, which may still erase what is put "
                         "into that space from now on; open the pool again"
                     )
-                if job.report().status == 0:  # else the drive keeps them, which harms nothing
+                if job.report().status == 0:  # otherwise the drive keeps them, which is harmless
                     self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes
 
     def now_64s(self) -> int:

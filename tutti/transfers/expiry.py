@@ -17,7 +17,7 @@ _INTERVAL_S = 16.0
 
 
 class Expiry(Owned):
-    """What expires in one open pool: a pool in which nothing does has no thread.  Thread-safe."""
+    """Removes what expires in one open pool, in a thread if anything does.  Thread-safe."""
 
     def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
         self._core = core
@@ -58,7 +58,7 @@ class Expiry(Owned):
     def _run(self) -> None:
         core, gone = self._core, np.zeros(0, np.int64)
         while not self._stopping.wait(_INTERVAL_S):
-            # Those of the sweep before: the records of most are void by now.
+            # Slots of the sweep before; the records of most of them are void by now.
             with core.lock:
                 late = gone[core.index.state[gone] == SlotState.VOIDING]
             deallocate_empty(core, self._reclaimer, gone)

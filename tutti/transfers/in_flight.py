@@ -1,4 +1,4 @@
-"""What is in flight of a pool: operations begin, are counted, and are waited for."""
+"""Counts the operations of a pool that are in flight, and waits for them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InFlight(Owned):
         self.in_flight = 0  # operations
         self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
-        # The queue's thread: what wakes it, and what it does beside the queue's own.
+        # Wakes the queue's thread, which then also calls refill.
         self.wake = threading.Semaphore(0)
         self.refill: Callable[[], object] = lambda: None
         self.closing = False
@@ -134,7 +134,7 @@ class InFlight(Owned):
             self._withdrawn.remove(place)
 
     def check_open(self) -> None:
-        """PoolClosed unless calls are welcome; what broke recovery if it failed."""
+        """Raises PoolClosed after a close began, and the error of a recovery that failed."""
         if self.closing:
             raise PoolClosed("the pool is closed; open it again")
         if self.failure is not None:
@@ -154,7 +154,9 @@ class InFlight(Owned):
                 )
 
     def wait_quiet(self, timeout_s: float, lost: Callable[[], int] = int) -> bool:
-        """Waits until nothing is in flight but what no wait ends (``lost``).  Lock held or not."""
+        """Waits until only ``lost()`` operations, which no wait ends, are in flight.  Returns
+        whether none is.  Lock held or not.
+        """
         with self.lock:
             deadline_s = time.monotonic() + timeout_s
             while self.in_flight > lost() and (left_s := deadline_s - time.monotonic()) > 0:
@@ -162,8 +164,8 @@ class InFlight(Owned):
             return self.in_flight == 0
 
     def wait_admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> None:
-        """Waits while all stands still: see ``quiesced``.  memory: as for ``begin``, which follows.
-        Lock held.
+        """Waits until recovery and `Core.quiesced` are over.  memory: as for ``begin``, which
+        follows.  Lock held.
         """
         if self.ready:
             return
@@ -176,9 +178,9 @@ class InFlight(Owned):
                 self._unuse(memory)
 
     def admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> Admitted:
-        """Counts what begins inside, from when nothing stands still: see ``quiesced``, ``begin``.
+        """Calls ``wait_admitted`` and ``begin``, and counts an operation in flight inside.
 
-        Raises DeviceTimeout when that takes longer.
+        Raises DeviceTimeout when the wait takes longer.
         """
         return Admitted(self, timeout_s, memory)
 
@@ -195,7 +197,7 @@ class Admitted:
         core = self._core
         with core.lock:
             core.wait_admitted(self._timeout_s, self._memory)
-            core.begin(self._memory)  # at once, or a quiesced could begin in between
+            core.begin(self._memory)  # under the same lock: no quiesced begins in between
 
     def __exit__(self, *exception: object) -> None:
         core = self._core

@@ -56,7 +56,7 @@ class _Rows(NamedTuple):
     rows: Slots
     unknown: Slots  # of these rows, those whose digests are still to be read
     verify: bool
-    whole: bool  # no layer counts before all do: unproven objects are verified in full first
+    whole: bool  # no layer is ready before all are: unproven objects are verified in full first
 
 
 class _Pages(NamedTuple):
@@ -70,7 +70,7 @@ class _Pages(NamedTuple):
 
 
 class _Gate(NamedTuple):
-    """What a job waits for behind its gate: digests of rows whose records are being read."""
+    """What a gated job waits for: digests of rows whose records are being read."""
 
     progress: LoadProgress
     batch: _Pages
@@ -88,10 +88,10 @@ class _Gate(NamedTuple):
 
 @dataclass(eq=False)
 class QueuedLoad:
-    """A load that the scheduler knows.  progress: of a held one.
+    """A load that the scheduler knows.  progress: of a load whose layers are held.
 
-    due: of one into GPU memory, set when it may start; started: it did.
-    granted, ready: layers that may be read, and that have arrived as far as the scheduler knows.
+    due: of a load into GPU memory, set when it may start.  started: whether it has.
+    granted, ready: layers that may be read, and that the scheduler knows to have arrived.
     """
 
     name: str
@@ -104,7 +104,7 @@ class QueuedLoad:
 
 
 def are_passed(loads: dict[str, QueuedLoad]) -> bool:
-    """Whether none of them would hold up a load that followed it on a stream of the GPU."""
+    """Whether none of them would delay a later load on the same stream of a GPU."""
     on_streams = [load for load in loads.values() if load.due is not None]
     return all(load.started and load.granted == load.layers for load in on_streams)
 
@@ -120,7 +120,7 @@ class Loader:
         self.begun = self.ended = 0  # loads, since the pool was opened
 
     def close(self) -> None:
-        """Gives the staging memory back; nothing may be in flight."""
+        """Releases the staging memory; nothing may be in flight."""
         self._table.close()
 
     def load(
@@ -180,7 +180,7 @@ class Loader:
         return progress
 
     def moved_elsewhere(self, plan: LoadPlan, status: U32, begun_s: float) -> None:
-        """All pages of a load that was planned have this status (n,) now."""
+        """Ends a planned load that another process carried out.  status: of its pages, (n,)."""
         core, n = self._core, plan.slots.size
         core.moved_elsewhere(OPCODE_READ, int(np.count_nonzero(status == 0)))
         progress = LoadProgress(n, core.layers, core.guard, core.load_latency, begun_s)
@@ -213,13 +213,13 @@ class Loader:
         finally:
             if job is not None and not job.native:  # the load failed, or takes other jobs
                 core.engine.forget_job(job)
-                progress.parts = []  # or they would keep each other and the memory
+                progress.parts = []  # otherwise a cycle of references keeps the memory alive
         self.begun += 1
         core.counters.load_runs += plan.runs
         return settle, every
 
     def _load_parts(self, batch: _Pages, settle: _Settle, every: bool, order: Order) -> None:
-        """Submits a load that one native call cannot: of several kinds, or by another's path."""
+        """Submits a load that one native call cannot: of several kinds of rows, or by a path."""
         progress = settle.progress
         try:
             settle.unproven, parts = _partition(batch.plan.marks, every)
@@ -285,7 +285,7 @@ class Loader:
             raise
 
     def _open_gate(self, gate: _Gate) -> None:
-        """Fills the digests that are not known from the records, and lets the job compare them."""
+        """Takes the missing digests from the records, and lets the job compare them."""
         job, rows, unknown = gate.part.job, gate.rows, gate.unknown
         try:
             gate.digests[unknown], gate.progress.record_status[rows] = self._finish_records(
@@ -378,7 +378,7 @@ class Loader:
     def settle(self, settle: _Settle, status: U32 | None = None) -> None:
         """All jobs of a load were released: unpins, proves and quarantines.
 
-        status: (n,), unless the jobs tell it.
+        status: of the pages, (n,); by default that of the jobs.
         """
         core, progress, slots = self._core, settle.progress, settle.plan.slots
         status = progress.status(STATUS_CANCELLED) if status is None else status
@@ -395,7 +395,7 @@ class Loader:
         core.end(settle.memory)
 
     def _judge(self, slots: Slots, unproven: Mask | None, status: U32) -> None:
-        """What a load says about its objects.  Lock held."""
+        """Proves, removes or quarantines objects by the result of a load.  Lock held."""
         core, index = self._core, self._core.index
         wrong = (status == STATUS_DIGEST_MISMATCH) | (status == STATUS_UNRECOVERED_READ)
         core.counters.load_errors += int(np.count_nonzero(status))
@@ -459,7 +459,7 @@ class _RecordRead:
 class _Settle:
     """Counts the jobs of one load and settles it after the last.
 
-    unproven: by row, where there are some.  memory: None where another process moves the pages.
+    unproven: mask of rows, if there are some.  memory: None where another process moves the pages.
     """
 
     __slots__ = ("_loader", "_parts", "memory", "plan", "progress", "unproven")

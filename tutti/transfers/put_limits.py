@@ -1,4 +1,4 @@
-"""Limits of puts: quotas of namespaces, and the bytes a day that may be written.
+"""Limits of puts: quotas of namespaces, and budgets of bytes that may be written per day.
 
 A day's budget spares the drive, which wears with every byte that is written.
 """
@@ -18,16 +18,16 @@ from tutti.medium.slot_record import tenant_of
 from tutti.placement.index import Index
 
 _DAY_S = 86_400.0
-#: Of a day's budget, what may be written at once after a time without puts.
+#: Share of a day's budget that may be written at once after a time without puts.
 _BURST = 1 / 24
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of one namespace, records included; None for no limit.
+    """Limits of one namespace, records included; None for no limit.  Raises ConfigError.
 
-    nbytes: of its objects in the pool; its own ones are evicted for more.
-    write_budget: bytes a day that puts may write; as StoreConfig.write_budget.
+    nbytes: of its objects in the pool; for more, its own objects are evicted.
+    write_budget: bytes per day that its puts may write; see StoreConfig.write_budget.
     """
 
     namespace: str
@@ -62,7 +62,7 @@ class WriteBudget:
         self._left, self._since_s = self._most, clock()
 
     def allowed(self, objects: int) -> int:
-        """How many of so many objects may be written now."""
+        """How many of these objects may be written now."""
         if self._per_s is None:
             return objects
         now_s = self._clock()
@@ -130,8 +130,8 @@ class Quotas:
     def grant(self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]) -> Grant:
         """How many of n objects may be written.
 
-        No budget is charged for objects that the quota refuses.  evict: removes about so many
-        objects among those of a mask; how many it removed.
+        No budget is charged for objects that the quota refuses.  evict(n, mask): removes about n
+        objects of a mask of slots; returns how many.
         """
         account = self._accounts.get(tenant)
         if account is None:
@@ -159,7 +159,7 @@ class Quotas:
         return Grant(granted, fitting - allowed, next(limits, None))
 
     def refuse(self, tenant: int, n: int, limit: Limit | None) -> Grant:
-        """Grants none of n objects, which are behind one that was refused for this limit."""
+        """Grants none of n objects, which follow one that was refused because of this limit."""
         account = self._accounts.get(tenant)
         if account is not None:
             account.over_quota += n * (limit is Limit.QUOTA)
@@ -167,12 +167,12 @@ class Quotas:
         return Grant(0, n * (limit in (Limit.OWN_BUDGET, Limit.BUDGET)), limit)
 
     def settle(self, tenant: int, n: int) -> None:
-        """So many objects of those that were granted have slots now, or will have none."""
+        """``n`` of the granted objects have slots now, or will have none."""
         if (account := self._accounts.get(tenant)) is not None:
             account.unplaced -= n
 
     def give_back(self, tenant: int, n: int) -> None:
-        """So many objects of those that were granted are not written."""
+        """``n`` of the granted objects are not written: they are not charged."""
         account = self._accounts.get(tenant)
         if account is not None:
             account.budget.take(-n)

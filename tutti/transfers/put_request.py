@@ -25,15 +25,15 @@ from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
-_DEPTHS: U32 = np.arange(4096, dtype=np.uint32)  # of most chains: to cut them out takes less time
+_DEPTHS: U32 = np.arange(4096, dtype=np.uint32)  # of most chains: a slice is faster than arange
 
 
 class PutRequest(NamedTuple):
     """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
 
-    A predecessor of zeros is none.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
+    Zeros stand for no predecessor.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
     time in units of 64 s from which the objects are removed, 0 for never.  digests: of the slices
-    (n, layers), if they are known: nothing is hashed then.
+    (n, layers), if they are known; then nothing is hashed.
     """
 
     keys: Keys
@@ -79,7 +79,7 @@ class PutRequest(NamedTuple):
         ttl_s: float | None = None,
         namespace: str = "",
     ) -> PutRequest:
-        """As `chain`, of what a caller gave.  Raises KeySizeError, PageRangeError, ConfigError."""
+        """As `chain`, for unchecked values.  Raises KeySizeError, PageRangeError, ConfigError."""
         expiry = 0 if ttl_s is None else expiry_of(ttl_s)
         tenant = 0 if namespace == "" else tenant_of(namespace)
         request = cls.chain(as_keys(keys), memory.check_pages(pages), memory, parent, depth)
@@ -106,7 +106,7 @@ class PutRequest(NamedTuple):
         )
 
 
-#: Of all puts of a pool: a part that has stopped keeps its staging.
+#: Open parts of all puts of a pool; they are few, because a stopped part keeps its staging.
 OPEN_PARTS_MAX = 4
 _NEVER = 2**32 - 1
 NO_ROWS: Rows = np.zeros(0, np.int64)
@@ -115,7 +115,7 @@ NO_ROWS: Rows = np.zeros(0, np.int64)
 class PutGrant:
     """How many layers of a part may be written by now, also by jobs that begin later.
 
-    first: of the part's rows, in those of its put.  done: rows that are known to be written.
+    first: first row of the part, among the put's rows.  done: rows that are known to be written.
     error: why a job could not be granted; it was cancelled.
     """
 
@@ -127,7 +127,7 @@ class PutGrant:
         self._grant: tuple[int, int, Callable[[], None] | None] = (0, 0, None)
 
     def begin(self, job: Job) -> None:
-        """A held job that writes some of the part."""
+        """Adds a held job that writes some of the part."""
         with self._lock:
             self._jobs.append(job)
             self._tell(job)
@@ -150,7 +150,7 @@ class PutGrant:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is written of it; after a time-out it may not be released yet."""
+        """Whether nothing more of it is written; after a time-out it may not be released yet."""
         with self._lock:
             return bool(self._jobs) and all(job.done for job in self._jobs)
 
@@ -185,7 +185,7 @@ class PutPart(NamedTuple):
 
 
 class OpenParts:
-    """Parts of one put, each a job that is granted layer by layer.  The caller locks.
+    """Parts of one put, each a job that is granted layer by layer.  The caller holds a lock.
 
     layers: of a page.  every: the open parts of all puts.
     """
@@ -217,8 +217,8 @@ class OpenParts:
         self._every.discard(grant)
 
     def grant(self, end: int, progressed: Callable[[int], None]) -> None:
-        """Rows before ``end`` may be written, and no others.  What is granted whole reports its end
-        alone; else ``progressed`` is called with ``end``, on the engine's thread.
+        """Lets only rows before ``end`` be written.  A part that is granted whole reports only its
+        end; for others ``progressed`` is called with ``end``, on the engine's thread.
         """
         for grant in self._open:
             layers = self._layers_of(grant, end)
@@ -227,8 +227,8 @@ class OpenParts:
             grant.set(layers, layers if is_part else _NEVER, on_ready)
 
     def written(self, end: int) -> None:
-        """Rows before ``end`` were granted: takes note of parts that are written so far.  A part's
-        last row is not before its record.
+        """Updates ``done`` of the parts that are written up to row ``end``.  The last row of a part
+        counts only with its record.
         """
         for grant, rows in self._open.items():
             if grant.layers_ready >= self._layers_of(grant, end):
@@ -245,7 +245,7 @@ class OpenParts:
         return end
 
     def _layers_of(self, grant: PutGrant, end: int) -> int:
-        """Layers of a part that stand for its rows before ``end``."""
+        """Layers of a part that correspond to its rows before ``end``."""
         rows = (end - grant.first) * self._layers
         return min(self._layers, max(0, -(-rows // self._open[grant])))
 
@@ -257,7 +257,7 @@ class QueuedPut:
     name: the scheduler's; empty if it was not asked.  rows: are to be written when it decides, in
     this order; the first ``granted`` may be written, ``launched`` went to the writer, ``ended`` are
     over, and ``written`` were reported.  open: its parts, if it can be stopped.  is_free: the
-    scheduler has no more to say.
+    scheduler no longer decides on it.
     left: rows of the request, those that need no write included, without an outcome.
     """
 
@@ -296,7 +296,7 @@ class PlannedPut(NamedTuple):
 
 
 class PutTogether:
-    """Parts of one or several puts that are written as one; each ticket hears of its own rows.
+    """Parts of one or several puts that are written as one; each ticket gets its own rows' outcome.
 
     The parts are of the same memory, namespace and expiry.  request: all rows, one part after
     another.
@@ -335,8 +335,8 @@ class PutTogether:
             part.progress.status[own] = status[mine]
 
     def cut(self, rows: Rows, limit: Limit | None) -> None:
-        """There is no space for these rows, or a limit refused them, and with them later ones of
-        their puts; others go on.
+        """Drops these rows, and later ones of their puts: there is no space, or a limit refuses
+        them.  Other puts continue.
         """
         self.tell(rows, Outcome.DROPPED)
         first = 0
@@ -348,19 +348,19 @@ class PutTogether:
 
     @property
     def slots(self) -> Slots:
-        """Of the same puts' earlier pages: space for the end of a chain never comes from these."""
+        """Slots of these puts' earlier pages, which are not evicted for the end of the chain."""
         earlier = [slots for part in self._parts for slots in part.progress.slots]
         return np.concatenate(earlier) if earlier else NO_ROWS
 
     def found(self, index: Index) -> Slots:
-        """Of all pages of these puts that are in the pool, whichever put brought them."""
+        """Slots of all pages of these puts that are in the pool, whichever put stored them."""
         requests = {id(part.request): part.request for part in self._parts}
         slots = np.concatenate([index.find(request.keys) for request in requests.values()])
         found: Slots = slots[slots != MISSING]
         return found
 
     def add_slots(self, slots: Slots) -> None:
-        """Pages were placed here."""
+        """Adds slots in which pages were placed."""
         for part in self._parts:
             if slots.size < len(part.request.keys):
                 part.progress.slots.append(slots.copy())
@@ -372,7 +372,7 @@ class PutTogether:
 
     @property
     def cut_by(self) -> Limit | None:
-        """Of puts that are cut: they are of one kind."""
+        """The limit that cut these puts, which are of one kind."""
         return self._parts[0].progress.cut_by
 
     def add_batch(self) -> None:

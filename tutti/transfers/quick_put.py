@@ -30,9 +30,9 @@ _UINT32 = np.dtype(np.uint32)
 
 
 class QuickPut:
-    """The memory of one of them, which is that of its record staging, ``block``: of one at a time.
+    """The memory of one such batch at a time; each staging block of records has one.
 
-    words: see tutti_put_start.  n: keys of the one under way.
+    words: see tutti_put_start.  n: keys of the batch under way.
     """
 
     __slots__ = ("block", "flushes_failed", "layers", "n", "place", "words")
@@ -44,17 +44,17 @@ class QuickPut:
 
     @property
     def slots(self) -> Slots:
-        """(n,)"""
+        """Slots of the keys, (n,)."""
         return self.words[: self.n].view(np.int64)
 
     @property
     def sequences(self) -> U64:
-        """(n,)"""
+        """Their sequence numbers, (n,)."""
         return self.words[self.n : 2 * self.n]
 
     @property
     def digests(self) -> U64:
-        """(n, layers)"""
+        """Digests of their slices, (n, layers)."""
         n = self.n
         return self.words[2 * n : (2 + self.layers) * n].reshape(n, self.layers)
 
@@ -70,7 +70,7 @@ class QuickPut:
 
 
 class QuickPuts:
-    """Starts and ends them.  The caller holds the core's lock.  blocks: of the table."""
+    """Starts and ends such batches.  The caller holds the core's lock.  blocks: of the table."""
 
     def __init__(self, core: Core, table: RecordTable, blocks: int) -> None:
         self._core, self._table = core, table
@@ -139,7 +139,7 @@ class QuickPuts:
         if result > 0:
             core.sequence += n
             core.history.regretted += result - 1
-            if grant is not None:  # a job that is never let on ends by its deadline
+            if grant is not None:  # a job that is never granted ends by its deadline
                 core.guard.call("the grant of a put's layers", grant.begin, job)
             return started
         core.engine.forget_job(job)
@@ -152,12 +152,12 @@ class QuickPuts:
         return None
 
     def end(self, started: QuickPut) -> bool:
-        """The objects are ready; False where something of them was not written."""
+        """Makes the objects ready; False if any of their data or records was not written."""
         return bool(quick().tutti_put_end(self._handle, started.n, started.place) == 0)
 
     def _look(self) -> None:
-        """What the records say of the pool changes with its superblocks."""
+        """Takes the identity for records, which changes with the superblocks."""
         members = self._core.members
-        self._identity = members.identity(members.present[0])  # which has the memory
+        self._identity = members.identity(members.present[0])  # keeps its memory alive
         self._put.identity = ctypes.addressof(self._identity.struct)
         self._superblocks = members.superblocks

@@ -1,4 +1,4 @@
-"""Gets slots back: evicts ahead into a reserve, voids records before reuse, quarantines.
+"""Frees slots: evicts ahead into a reserve, voids records before reuse, quarantines.
 
 Everything here is driven by completions, so a put normally finds free slots and does not wait.
 """
@@ -43,8 +43,8 @@ class Reclaimer:
         core.refill = self.refill
 
     def close(self) -> None:
-        """Gives the staging memory back; nothing may be in flight."""
-        self._core.refill = lambda: None  # what it referred to refers to the core
+        """Releases the staging memory; nothing may be in flight."""
+        self._core.refill = lambda: None  # breaks a cycle of references
         self._table.close()
 
     @property
@@ -53,10 +53,10 @@ class Reclaimer:
         return self._active > 0 or bool(self._queue) or self.returning > 0
 
     def make_room(self, n: int, timeout_s: float, kept: Slots) -> None:
-        """Sees to it that ``n`` slots are free, or as many as can be evicted in time.
+        """Evicts until ``n`` slots are free, or as many as can be evicted in time.
 
-        kept: slots that do not go.
-        Waits, with the lock released, while slots are on their way.
+        kept: slots that are not evicted.
+        Waits, with the lock released, while slots are on their way to being free.
         """
         core = self._core
         self.top_up(n, kept)
@@ -76,11 +76,11 @@ class Reclaimer:
                 return
             try:
                 self.top_up(expected)
-            except BaseException as error:  # of a policy that was given; the next put raises it
+            except BaseException as error:  # of the user's policy; the next put raises it
                 core.guard.caught("the eviction ahead of a put", error)
 
     def top_up(self, extra: int, kept: Slots = NO_SLOTS) -> None:
-        """Evicts when fewer than the reserve, and ``extra`` slots more, are free or on their way.
+        """Evicts when fewer slots than the reserve and ``extra`` are free or on their way to that.
 
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
         """
@@ -106,7 +106,7 @@ class Reclaimer:
         self._enqueue(slots, SlotState.VOIDED)
 
     def discard(self, slots: Slots) -> None:
-        """Takes their keys from slots and makes them free again."""
+        """Removes the objects from slots, and frees the slots."""
         self._remove(slots, SlotState.VOIDING)
         self.void(slots)
 
@@ -160,7 +160,7 @@ class Reclaimer:
                     _log.warning("%d slots stay out of use: %s", slots.size, error)
 
     def _settle(self, block: int, slots: Slots, outcome: SlotState, tries: int, job: Job) -> None:
-        """The records were written, or not: then they are tried again, and at last given up."""
+        """Ends a write of records: frees voided slots, tries failed records up to _TRIES times."""
         core = self._core
         with core.lock:
             failed = self._table.statuses(job, slots) != 0
@@ -180,7 +180,7 @@ class Reclaimer:
             core.end()
 
     def _lose(self, slots: Slots, outcome: SlotState) -> None:
-        """Their records cannot be written: they stay out of use until the next open reads them."""
+        """Keeps slots whose records cannot be written out of use until the next open reads them."""
         core = self._core
         core.leave_open = True
         if outcome == SlotState.VOIDED:
@@ -190,7 +190,7 @@ class Reclaimer:
 
 
 def deallocate_empty(core: Core, reclaimer: Reclaimer, gone: Slots) -> None:
-    """Gives the medium back the groups of these slots in which nothing is left.
+    """Deallocates those groups of these slots in which all slots are free.
 
     Nothing is put into them meanwhile, nor later in this process if the medium does not answer.
     """
@@ -199,7 +199,7 @@ def deallocate_empty(core: Core, reclaimer: Reclaimer, gone: Slots) -> None:
     if not groups.size:
         return
     with (
-        contextlib.suppress(TuttiError),  # a clear does it all, a close or a failure need not
+        contextlib.suppress(TuttiError),  # not needed during a clear or close, or after a failure
         core.admitted(core.config.timeout_s),
     ):
         with core.lock:

@@ -46,8 +46,8 @@ def recover(
 
     found_as: the superblocks as they were before the pool was marked open.
     proven: they show that the pool was closed cleanly, so its records can be trusted.
-    before_ready: called with the lock when the index is whole and no transfer can have begun.
-    Reads without the lock, so look-ups miss meanwhile; then takes over everything at once.
+    before_ready: called with the lock held when the index is complete, before any transfer begins.
+    Reads without the lock, so look-ups miss meanwhile; then fills the index in one step.
     """
     members = core.members
     snapshots = found_as if proven else [None] * members.count
@@ -162,7 +162,7 @@ def scan_member(core: Core, member: int) -> tuple[Entries, int]:
                 raise PoolClosed("the pool was closed during recovery; open it again")
             records = chunk.view(RECORD_DTYPE)
             slots = np.arange(done, done + records.size)
-            # A record that cannot be read may be any; its slot is not used.
+            # A record that cannot be read may be of any state; its slot is not used.
             verdict = check_records(records, slots, identity)
             verdict = np.where(bad == 0, verdict, RecordState.QUARANTINED)
             counted = (verdict >= RecordState.READY) & (verdict <= RecordState.QUARANTINED)

@@ -40,7 +40,7 @@ _COMPLAINTS_MAX = 16
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """What was decided.  groups, buffered_groups: of all members that are open.
+    """The plan in force.  groups, buffered_groups: of all members that are open.
 
     budget_nbytes: page cache that may be used; planned_nbytes: what the buffered groups take.
     """
@@ -59,7 +59,7 @@ class Residency(Owned):
     """
 
     def __init__(self, core: Core, controller: NativeController) -> None:
-        """With a ``page_cache_share`` in the config, recovery is to end with ``plan_opening``.
+        """With a ``page_cache_share`` in the config, recovery must end with ``plan_opening``.
 
         Raises Unsupported as ``replan`` does, and CapacityError without a thread.
         """
@@ -116,10 +116,10 @@ class Residency(Owned):
 
     @uninterrupted()
     def replan(self, *, share: float = 1.0, budget_nbytes: int | None = None) -> ResidencyPlan:
-        """Chooses anew what goes through the page cache: the groups that were used last.
+        """Chooses anew which groups go through the page cache: those that were used last.
 
-        share: of the budget, the knob X.  budget_nbytes: instead of what the machine and its
-        control groups leave now.  Waits until nothing is under way; look-ups miss meanwhile.
+        share: of the budget, from 0 to 1.  budget_nbytes: by default the memory that the machine
+        and its control groups have free now.  Waits for all transfers; look-ups miss meanwhile.
         Raises ConfigError, DeviceTimeout, MediumError when a write-back fails, and Unsupported for
         a pool that is not on files with direct I/O; the old plan stays then.
         """
@@ -135,7 +135,7 @@ class Residency(Owned):
         """
         core = self._core
         with self._changing:
-            if not core.ready:  # a plan of now would be one of an index that is not there yet
+            if not core.ready:  # the index is not complete, or a clear is under way
                 return False
             begin_s = time.monotonic()
             moving = self._next_groups(target_nbytes)
@@ -189,7 +189,7 @@ class Residency(Owned):
     def _take(
         self, chosen: npt.NDArray[np.bool_], share: float, budget_nbytes: int
     ) -> ResidencyPlan:
-        """Makes a plan the one in force; no transfer may use a group that changes."""
+        """Puts a plan into force; no transfer may use a group that changes."""
         self._file_controller().set_buffered(self._ranges(chosen))
         self._chosen = chosen
         count = int(np.count_nonzero(chosen))
@@ -288,7 +288,7 @@ class Residency(Owned):
 
 
 class _Watch:
-    """What is free, and whether tasks wait for memory; complains once about each trouble."""
+    """Reads free memory and stalls for lack of memory; logs each kind of trouble once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -308,7 +308,7 @@ class _Watch:
         if stall_us is not None and before_us is not None and elapsed_us > 0:
             stall_share = (stall_us - before_us) / elapsed_us
         self._stall_us, self._looked_s = stall_us, now_s
-        # A group that says that it has no limit any more, or that the process left, is done with.
+        # A group whose limit was removed, or that the process left, no longer counts.
         if self._folder is not None and not (facts.told and facts.told.get(self._folder, True)):
             self.complain(
                 f"the limit of memory is gone ({self._folder}); the page cache keeps its groups"

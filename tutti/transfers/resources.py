@@ -18,13 +18,13 @@ from tutti.transfers.core import Closable, Core
 
 _log = logging.getLogger(__name__)
 
-#: Resources of devices that could not be stopped: they are kept until the process ends.
+#: Resources of devices that could not be stopped, which are kept until the process exits.
 _STUCK: list[Resources] = []
 
 
 @runtime_checkable
 class JobKeeper(Protocol):
-    """A part that keeps the memory of jobs whose commands were lost, until its close resets."""
+    """A part that keeps memory of jobs with lost commands, until its close resets the device."""
 
     @property
     def kept_jobs(self) -> int:
@@ -55,7 +55,7 @@ class Resources:
         self.controller.read_page_sizes()
 
     def remove(self, memory: HostMemory) -> None:
-        """Takes ``add`` back; no transfer of it may be under way."""
+        """Undoes ``add``; no transfer of this memory may be under way."""
         for region in self._regions[id(memory)]:
             region.close()
         del self._regions[id(memory)]
@@ -70,7 +70,7 @@ class Resources:
         self._lost += regions
 
     def release(self, timeout_s: float) -> None:
-        """Ends everything; again after an error, it goes on from there.
+        """Releases everything; a call after an error continues from there.
 
         Raises DeviceTimeout, and keeps all, when the device does not stop.
         """

@@ -21,8 +21,8 @@ class Order(TypedDict, total=False):
 
 
 class PartStarter(Protocol):
-    """Starts parts of puts.  batch_pages: of the longest part that is one batch.  active, finished:
-    batches under way, and that ended.  batch_ended: called after each.
+    """Starts parts of puts.  batch_pages: most pages of a batch.  active, finished: batches under
+    way, and batches that ended.  batch_ended: called after each.
     """
 
     active: int

@@ -1,4 +1,4 @@
-"""The settings of an open pool, and what each may be."""
+"""The settings of an open pool, and their checks."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ RESIDENCY = ("dynamic", "static")
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How a pool is opened and behaves; nothing of it is on the medium.
+    """How a pool is opened and behaves; not stored on the medium.  Raises ConfigError.
 
     verify: "always" compares the digest of every slice that is loaded; "sampled" does so for one
-        load in sixteen; "off" neither compares nor computes digests, and objects put so do not
-        survive an unclean close, because nothing could prove them.
-    durability: "process" survives the death of the process; "flush" also a loss of power.
-    timeout_s: how long one command, and a wait for space, may take.
-    pin_lookups: how many later look-ups a pin of ``match`` holds.
-    pin_share: how much of the pool all pins together may keep, from 0 to 1; answers of look-ups
-        that pin are shortened rather than exceed it.
+        load in sixteen; "off" neither compares nor computes digests.  Objects that were stored with
+        "off" do not survive an unclean close, because they cannot be verified.
+    durability: acknowledged puts survive the death of the process ("process"), or also a power
+        loss ("flush").
+    timeout_s: longest time for one command, and for a wait for space.
+    pin_lookups: number of later look-ups after which a pin of ``match`` ends.
+    pin_share: share of the pool's slots, from 0 to 1, that all pins together may protect; look-ups
+        that pin return fewer objects rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
-    write_budget: bytes a day that puts may write, also as "2TiB"; None for no limit.  An hour's
-        budget may go at once.  Pages beyond it are dropped; ``over_budget`` counts those of the
-        part of a put in which it ended.
+    write_budget: bytes per day that puts may write, also as "2TiB"; None for no limit.  An hour's
+        budget may be written at once.  Pages beyond it are dropped; ``over_budget`` counts those of
+        the part of a put in which it ended.
     quotas: limits of namespaces; see tutti.transfers.put_limits.
-    schedule: when puts and loads are launched; None for at once.  See docs/scheduler.md.
+    schedule: decides when transfers are issued; None issues each at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
-        has the drive's full bandwidth while it runs, which keeps first layers early.
-    service_threads: native threads that serve the files of a pool, each with some of them; None has
-        one for each drive that the files are on, which is best where drives are independent.  More
-        threads than files are an error of `open`; a drive by vfio has exactly one.
-    page_cache_share: how much of the memory that is free at the opening the page cache may use for
-        groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
-    residency: "dynamic" follows the memory that is free later, "static" plans at the opening only.
-    eviction: which objects go when space runs out: "mq" (multi-queue: not used for longest, but
-        later what was used often), "lru" (not used for longest), or an EvictionPolicy.
+        reaches the drive's full bandwidth, so that the first layers of loads arrive early.
+    service_threads: native threads, each of which serves some of the pool's files; None starts one
+        for each drive that has files, which is best for independent drives.  `open` refuses more
+        threads than files; a drive by vfio has exactly one.
+    page_cache_share: share of the memory that is free at the opening that the page cache may use
+        for groups of the pool, from 0 (none: all by direct I/O) to 1; see docs/residency.md.
+    residency: "dynamic" follows changes of free memory, "static" plans at the opening only.
+    eviction: which objects are evicted first: "lru" (the least recently used), "mq" (multi-queue:
+        likewise, but those that were used often later), or an EvictionPolicy.
     degraded: open a pool whose other members are missing; their objects are misses.
-    any_owner: accept files that other users can change, and with them what they serve.
+    any_owner: accept files that other users can change, and so the data that they wrote there.
     """
 
     verify: str = "always"
@@ -67,9 +68,9 @@ class StoreConfig:
 
     @classmethod
     def choose(cls, config: StoreConfig | None, **settings: str | int | None) -> StoreConfig:
-        """``config``, or one with these settings that are not None.
+        """``config``, or one made of those of these settings that are not None.
 
-        Raises ConfigError for both: which of two values is meant cannot be told.
+        Raises ConfigError for both, because they may contradict each other.
         """
         given = {name: value for name, value in settings.items() if value is not None}
         if config is None:
@@ -114,5 +115,5 @@ class StoreConfig:
 
     @property
     def eviction_policy(self) -> EvictionPolicy | None:
-        """What ``eviction`` names."""
+        """The policy that ``eviction`` names."""
         return POLICIES.get(self.eviction) if isinstance(self.eviction, str) else self.eviction

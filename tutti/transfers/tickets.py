@@ -33,9 +33,9 @@ _STREAM_MAX = 2**64 - 1  # an address
 class PutResult:
     """What became of the objects of one put: their numbers add up to the number of keys.
 
-    stored: written by this put.  present: there already, or being written by another put whose
-    own ticket tells how that ended, or unproven since an unclean close.
-    dropped: not stored, because everything else in the pool is in use, or the budget is used up.
+    stored: written by this put.  present: in the pool already, or being written by another put,
+    whose own ticket tells how that ended, or unproven since an unclean close.
+    dropped: not stored, because no slot could be freed, or a budget or quota is used up.
     """
 
     stored: int
@@ -74,7 +74,7 @@ class PutTicket(Owned):
 
     @property
     def outcome(self) -> npt.NDArray[np.uint8]:
-        """An Outcome per key, uint8 (n,); not to be written."""
+        """An Outcome per key, uint8 (n,); do not change it."""
         return self._progress.outcome
 
     @takes(timeout_s=seconds)
@@ -82,9 +82,9 @@ class PutTicket(Owned):
         """Returns the outcome, once every object is acknowledged at the pool's durability level.
 
         Raises DeviceTimeout after the timeout (the put goes on), CapacityError for a full disk,
-        PoolReadOnly for a write-protected one, MediumError for a failed write: ``pages`` are the
-        positions of keys that were not stored; the others were.  A put that the pool refused when
-        it was started raises the refusal.
+        PoolReadOnly for a write-protected one, MediumError for a failed write: its ``pages`` are
+        the positions of keys that were not stored; the others were.  Raises the pool's own error
+        if it refused the put when it was to start.
         """
         if not self._progress.wait(timeout_s):
             raise DeviceTimeout(
@@ -121,11 +121,11 @@ class PutTicket(Owned):
 class PutProgress:
     """The state of one put, which ends with the last batch of the writer.  Thread-safe.
 
-    begun_s: monotonic; now unless it is given.
-    outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), why a key failed, else 0.
+    begun_s: monotonic time of the start (default: now).
+    outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), NVMe status if a key failed, else 0.
     refusal: what the pool raised when a part of the put was started or granted.
-    slots: of pages that came before others of the put.  is_cut: there was no space for all,
-    or a limit (cut_by) keeps the rest from being written.  is_lost: an agent did not answer.
+    slots: of pages of the put that were placed before others.  is_cut: the rest is not written, for
+    lack of space or because of a limit (cut_by).  is_lost: an agent did not answer.
     """
 
     refusal: TuttiError | None = None
@@ -166,7 +166,7 @@ class PutProgress:
         self._guard.call("a callback of a put", callback, self)
 
     def refuse(self, rows: Rows, error: BaseException) -> None:
-        """The put of these keys could not be started, or not go on."""
+        """The put of these keys could not be started or continued."""
         status = error_status(error)
         self.outcome[rows], self.status[rows] = Outcome.FAILED, status
         if isinstance(error, TuttiError) and status == STATUS_INTERNAL_ERROR:
@@ -190,7 +190,7 @@ class LoadPart(NamedTuple):
 
     job: Transfer
     rows: Rows | None
-    whole: bool  # no layer counts before all do: unproven objects are verified in full first
+    whole: bool  # no layer is ready before all are: unproven objects are verified in full first
 
 
 class LoadTicket(Owned):
@@ -212,7 +212,7 @@ class LoadTicket(Owned):
         return self._progress.keys
 
     def _read_s(self) -> float:
-        """Monotonic; when the medium was through with what a GPU verifies later; 0.0 elsewhere."""
+        """Monotonic time when the medium had read what a GPU verifies later; 0.0 elsewhere."""
         jobs = [part.job for part in self._progress.parts]
         return max((job.read_s() for job in jobs if hasattr(job, "read_s")), default=0.0)
 
@@ -223,10 +223,10 @@ class LoadTicket(Owned):
 
     @takes(timeout_s=seconds)
     def wait_layer(self, layer: int, timeout_s: float = 60.0) -> None:
-        """Returns when ``layer`` (from 0) of all pages is in memory, verified if that is on.
+        """Returns when ``layer`` (from 0) of all pages is in memory, and verified if that is on.
 
-        Repeated waits are allowed.  Raises ChecksumMismatch or MediumError with ``pages``, the
-        positions in the batch whose bytes must not be used, DeviceTimeout after the timeout.
+        May be called again.  Raises ChecksumMismatch or MediumError, whose ``pages`` are the
+        positions in the batch with unusable bytes; DeviceTimeout after the timeout; PageRangeError.
         """
         self._check_layer(layer)
         progress = self._progress
@@ -253,8 +253,9 @@ class LoadTicket(Owned):
     def order_stream(self, stream: int, layer: int) -> None:
         """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.
 
-        The stream continues after a failed load too: what it computes must not be used before
-        ``failed`` was empty after the last layer.  Raises Unsupported for pages in host memory.
+        stream: its CUDA handle.  The stream continues after a failed load, too: do not use what it
+        computed unless ``failed()`` is empty after the last layer.  Raises Unsupported for pages in
+        host memory, PageRangeError.
         """
         self._check_layer(layer)
         whole("stream", stream, 0, _STREAM_MAX)
@@ -269,12 +270,12 @@ class LoadTicket(Owned):
 
     @takes(timeout_s=seconds)
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
-        """Waits until the device can no longer touch the pages, whatever the outcome."""
+        """Waits until the device can no longer touch the pages.  False after the timeout."""
         return self._progress.wait_settled(timeout_s)
 
     @takes(timeout_s=seconds)
     def cancel(self, timeout_s: float = 60.0) -> bool:
-        """Issues no further commands, and waits until the device can no longer touch the pages."""
+        """Issues no further commands, and waits as ``wait_settled`` does."""
         for part in self._progress.parts:
             part.job.cancel()
         return self._progress.wait_settled(timeout_s)
@@ -294,10 +295,10 @@ class LoadTicket(Owned):
 class LoadProgress:
     """The state of one load: its jobs, and whether all of them were released.  Thread-safe.
 
-    begun_s: monotonic; now unless it is given.
+    begun_s: monotonic time of the start (default: now).
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
     refusal: why layers could not be granted.
-    on_wanted: of a load of the background, until something waits for it.
+    on_wanted: called once, when something waits for a background load.
     """
 
     refusal: CapacityError | None = None
@@ -323,7 +324,7 @@ class LoadProgress:
         self.record_status: U32 = np.zeros(keys, np.uint32)
 
     def wanted(self) -> None:
-        """Something waits for a layer now: calls ``on_wanted`` once."""
+        """Calls ``on_wanted``, once: something waits for a layer now."""
         on_wanted, self.on_wanted = self.on_wanted, None
         if on_wanted is not None and not self.is_done():
             on_wanted()
@@ -346,11 +347,11 @@ class LoadProgress:
 
     @property
     def layers_ready(self) -> int:
-        """Layers of all pages that came from the medium, from the first on; of a held load."""
+        """Number of layers, from the first on, that have arrived for all pages of a held load."""
         return min((_held(part).layers_ready for part in self.parts), default=self.layers)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
-        """Lets so many layers of a held load be read; see Job.grant.  It ends where that fails."""
+        """Lets so many layers of a held load be read; see Job.grant.  An error cancels the load."""
         try:
             for part in self.parts:
                 _held(part).grant(layers, report_at, on_ready)

@@ -1,13 +1,14 @@
-"""Puts and loads of one pool: the queue of the process decides when each starts, this starts it.
+"""Starts the puts and loads of one pool when the scheduler of the process decides so.
 
-A put is cut to parts of whole pages, which the writer takes with the put's own ticket.  A long put
-is granted layer by layer, to stop when a load comes.  Short parts wait while the writer is at work,
-and are written together: decoding appends single pages to many chains, each a command per layer and
-a record alone.  As in Nagle's algorithm no clock decides: they go with the first batch that ends.
+A put is cut into parts of whole pages, which the writer takes with the put's own ticket.  A long
+put is granted layer by layer, so that it can stop when a load comes.  Short parts wait while the
+writer is busy, and are written together: decoding appends single pages to many chains, and each
+alone would cost a command per layer and a record.  As in Nagle's algorithm no clock decides: they
+start when the first batch ends.
 
-The engine has a load at once, and reads the layers that the queue has granted; arrivals are told a
-few at a time.  Into GPU memory a stream waits for loads in the order of their start, so the next is
-announced once all of the one before is granted.
+The engine gets a load at once, but reads only layers that were granted; arrivals are reported a few
+at a time.  Loads into GPU memory share a stream, which waits for them in the order of their start,
+so the next is announced when the one before is granted in full.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, P
 from tutti.transfers.starters import LoadStarter, PartStarter
 from tutti.transfers.tickets import LoadProgress, Outcome, PutProgress
 
-COMMAND_NBYTES = 256 << 10  #: of one layer: such a run is worth a command of its own
-LONG_NBYTES = UNIT_NBYTES = 16 << 20  #: of a put that stops for a load, and of an issue of it
+COMMAND_NBYTES = 256 << 10  #: a run with so many bytes per layer is worth its own commands
+LONG_NBYTES = UNIT_NBYTES = 16 << 20  #: least size of a put that can stop, and size of its parts
 _LOOK_S, _NEVER, _FEW_PAGES = 0.5, 2**32 - 1, 16
 
 
@@ -93,7 +94,7 @@ class TransferQueue(Owned):
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
 
-        One that is longer than what may wait goes at once: to drop it would free nothing.
+        A put of more pages than may wait starts at once, as dropping it would free nothing.
         """
         core, dispatcher, n = self._core, self.dispatcher, len(request.keys)
         now = np.arange(n, dtype=np.int64)
@@ -104,13 +105,13 @@ class TransferQueue(Owned):
             put = QueuedPut(request, progress, n, now)
             core.begin(request.memory)
             if dispatcher is not None and self._most:
-                # Few pages that meet no other transfer do not wait: the writer looks for them.
+                # A few pages do not wait if nothing else is under way; the writer looks them up.
                 meets = n > _FEW_PAGES or bool(dispatcher.under_way)
                 absent = core.absent(request.keys) if meets else None
                 count = n if absent is None else np.count_nonzero(absent)
                 with self._lock:
                     if 0 < count <= self._most and not self._stopping:
-                        # What is there costs the device nothing: no reason to wait.
+                        # Keys that are present cost the device nothing, so they need not wait.
                         put.name = f"{self._prefix}{next(self._numbers)}"
                         put.rows = now if absent is None else np.flatnonzero(absent)
                         now = NO_ROWS if absent is None else np.flatnonzero(~absent)
@@ -168,7 +169,7 @@ class TransferQueue(Owned):
             known.unit_layers = 1 if getattr(memory.path, "holds", False) else core.layers
         elif ahead:
             known.kind, known.batch = LoadKind.BACKGROUND, batch or name
-        # What waits for a clear first would teach the profile a wrong speed.
+        # A load that waits for a clear first would be measured as slow, so it is not alone.
         over = self._over() if dispatcher.under_way else 0
         try:
             if core.ready and dispatcher.alone(known, over):
@@ -205,7 +206,7 @@ class TransferQueue(Owned):
         else:
             dispatcher.post(known)
         if load.due is not None and not load.due.wait(timeout_s):
-            load.granted = load.layers  # a scheduler that is stuck costs time, not service
+            load.granted = load.layers  # a stuck scheduler delays loads, but does not stop them
         held = can_hold and load.granted < load.layers
         progress = self._loader.load(*given[:3], held=held, ahead=given[3])
         load.progress, load.started = progress if held else None, True
@@ -225,7 +226,7 @@ class TransferQueue(Owned):
             return 0
 
     def _release_load(self, load: QueuedLoad) -> None:
-        """It waits for no more decisions."""
+        """Lets a load go on without further decisions."""
         load.granted = load.layers
         self._go_on(load)
 
@@ -238,7 +239,7 @@ class TransferQueue(Owned):
             self._grant(load, load.progress)
 
     def stop(self, timeout_s: float) -> None:
-        """Starts what waits, and waits for it.  What comes from now on goes at once."""
+        """Starts all that waits, and waits for its end.  Later transfers start at once."""
         core, dispatcher = self._core, self.dispatcher
         with self._lock:
             self._stopping = True
@@ -278,7 +279,7 @@ class TransferQueue(Owned):
         self._go_on(load)
 
     def _grant(self, load: QueuedLoad, progress: LoadProgress) -> None:
-        """Of a load that is granted whole the end alone is reported."""
+        """Tells a load what is granted; one that is granted in full reports only its end."""
         with self._lock:  # or another thread's later grant would be followed by this one
             told_at = report_at(load.ready, load.granted) if load.granted < load.layers else _NEVER
             progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
@@ -345,12 +346,12 @@ class TransferQueue(Owned):
         return self._writer.put([part])
 
     def _part(self, put: QueuedPut, rows: Rows) -> PutPart:
-        """Of rows that wait for no decision."""
+        """A part of rows that wait for no decision."""
         return PutPart(put.request, rows, put.progress, lambda *_: self._end_rows(put, rows.size))
 
     def _launch(self, put: QueuedPut, end: int) -> list[PutPart]:
-        """Grants rows up to ``end``, and makes parts of those that have none, as far as more may be
-        open; the others' turn comes as these end.  Lock held.
+        """Grants rows up to ``end``, and makes parts of new ones, as far as more may be open; the
+        rest follows as these end.  Lock held.
         """
         parts, put.granted = [], end
         while put.launched < end and (put.open is None or put.open.has_room):  # a row each turn
@@ -365,7 +366,7 @@ class TransferQueue(Owned):
         return parts
 
     def _part_rows(self, put: QueuedPut) -> int:
-        """Of the next part: one batch of the writer, UNIT_NBYTES a layer, no short rest."""
+        """Rows of the next part: a batch or UNIT_NBYTES per layer, and no short rest after it."""
         left, core, batch = put.rows.size - put.launched, self._core, self._writer.batch_pages
         most = min(batch, max(self._short, UNIT_NBYTES * core.layers // core.object_nbytes))
         if left >= most + self._short:
@@ -440,7 +441,7 @@ class TransferQueue(Owned):
         return has_stopped or sum(part.rows.size for part in self._held) >= writer.batch_pages
 
     def _take_held(self) -> list[PutPart]:
-        """What can be written with the part that is held for longest."""
+        """The held parts that can be written together with the one held for longest."""
         with self._lock:
             first = self._held[0].kind if self._held else ()
             taken = [part for part in self._held if part.kind == first]
@@ -448,7 +449,7 @@ class TransferQueue(Owned):
         return taken
 
     def _give_up(self, put: QueuedPut) -> Rows:
-        """What was not launched and will not be."""
+        """Ends decisions on a put; returns the rows that were not launched."""
         with self._lock:
             waiting = put.rows[put.launched :]
             put.launched = put.granted = put.rows.size
@@ -478,7 +479,7 @@ class TransferQueue(Owned):
         dispatcher.note()
 
     def _end_rows(self, put: QueuedPut, rows: int) -> None:
-        """So many rows have their outcome."""
+        """Ends so many rows, which have their outcome; ends the put with the last one."""
         with self._lock:
             put.left -= rows
             if put.left:

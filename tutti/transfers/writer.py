@@ -2,7 +2,8 @@
 
     put -> slots -> data job -> [flush, shared by all that wait for it] -> record job -> ready
 
-A long put goes in batches: so long that Python costs little, and so short that records come soon.
+A long put is split into batches, long enough that Python costs little, and short enough that
+records are written soon.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
-#: Two are left for other puts while all open parts stand still.
+#: Two blocks are left for other puts while all open parts are stopped.
 _BLOCKS = OPEN_PARTS_MAX + 2
 _NO_BLOCK = -1
 _NOWHERE = PagedMemory(np.zeros((1, 1), np.uint64), (0,), (0,), 0)
@@ -89,9 +90,9 @@ class Writer:
         self._flush_status = STATUS_WRITE_FAULT  # of the last that failed
 
     def close(self) -> None:
-        """Gives the staging memory back; nothing may be in flight."""
+        """Releases the staging memory; nothing may be in flight."""
         self._table.close()
-        self.batch_ended = lambda: None  # what it referred to refers to this
+        self.batch_ended = lambda: None  # breaks a cycle of references
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
         """Starts parts of puts, as one; see ObjectStore.put and PutTogether.  The caller counts
@@ -104,7 +105,7 @@ class Writer:
             with core.lock:
                 core.check_open()
                 if 0 in together.request.depths.tolist():
-                    # The end of a chain must not be younger than its start, which is not touched.
+                    # Not for appended pages: these must not be newer than the start of their chain.
                     core.index.begin_use()
                 request, rows, quick = together.request, parts[0].rows, None
                 n = len(request.keys)
@@ -211,8 +212,8 @@ class Writer:
             self._records_written(batch, job)
 
     def _put_rows(self, together: PutTogether, new: Slots, grant: Grant) -> None:
-        """Puts the first, granted, new rows; there the puts are cut.  Raises for the first batch
-        alone: afterwards the tickets must reach the callers.
+        """Puts the granted rows, the first of ``new``, and drops the rest.  Raises only for the
+        first batch: later errors are for the tickets.
         """
         step = self._core.write_pages_max(together.request.memory, self.batch_pages)
         granted, done, written = grant.objects, 0, 0
@@ -258,7 +259,7 @@ class Writer:
             return Grant(n)
 
         def evict(wanted: int, among: Mask) -> int:
-            among[together.found(core.index)] = False  # or the end of a chain would take its start
+            among[together.found(core.index)] = False  # no chain evicts its own start for its end
             victims = core.choose_victims(wanted, among)
             if victims.size:
                 self._reclaimer.discard(np.sort(victims))
@@ -281,7 +282,7 @@ class Writer:
         have a slot now, and how many of these got it here.
         """
         core, request = self._core, together.request
-        # Where others move the data, staging for records is not kept from everybody meanwhile.
+        # While another process moves the data, it does not occupy a block of staging for records.
         late = core.is_remote(request.memory)
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
@@ -387,8 +388,8 @@ class Writer:
         def on_released(job: Job) -> None:
             status = int(job.report().status) or self._moved()
             if status:
-                # It may have lost whatever was written before it ended, and the next one may say
-                # nothing of that: the kernel tells of a file's error once (fsync(2)).
+                # All that was written before it ended may be lost, and the next flush may succeed:
+                # the kernel reports an error of a file only once (fsync(2)).
                 with self._core.lock:
                     self._flushes_failed += 1
                     self._flush_status = status
@@ -463,14 +464,14 @@ class Writer:
         self._finish(batch)
 
     def _give_up(self, batch: _Batch, status: int) -> None:
-        nothing = np.zeros(batch.rows.size, np.bool_)  # a flush says nothing of single places
+        nothing = np.zeros(batch.rows.size, np.bool_)  # these errors do not concern single slots
         self._drop(batch, np.full(batch.rows.size, status, np.uint32), nothing)
         self._finish(batch)
 
     def _drop(self, batch: _Batch, status: U32, bad: Mask) -> None:
-        """Data that was not written: no record speaks of the slots, so they are free at once.
+        """Frees slots whose data was not written, at once, as no record describes them.
 
-        bad: whose places the medium could not write; no object is put there again.
+        bad: mask of slots that the medium could not write, which are quarantined instead.
         """
         core = self._core
         with core.lock:
