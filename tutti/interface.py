@@ -228,7 +228,7 @@ class Store(ABC):
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:
-        """Removes objects, pinned ones too, and returns how many; durable on return.
+        """Removes objects, pinned ones too; returns how many, once their records are voided.
 
         Waits for transfers of these objects.  Raises DeviceTimeout when they do not end in time.
         """

@@ -4,9 +4,9 @@
     prefix = dispatcher.attach(issuer)
     dispatcher.post(WriteKnown(dispatcher.now_ns(), f"{prefix}7", pages=64, page_nbytes=8 << 20))
 
-The stores of a process that have a drive in common share one dispatcher, and what it decides on.
-The code that issues their transfers implements `TransferIssuer` and posts their outcome.  The
-dispatcher knows neither the store nor the device.
+The stores of a process that have a drive in common share one dispatcher and its queue.  The code
+that issues their transfers implements `TransferIssuer` and posts their outcome.  The dispatcher
+knows neither the store nor the device.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, State
 from tutti.scheduler.state_changes import Scheduler
 
-#: The loop looks at the clock at least so often.
+#: The loop reads the clock at least so often.
 _NAP_S = 0.5
-#: So many events may wait for that.
+#: So many events of `note` may wait for the loop.
 _ENDS_MAX = 16
 _JUMPED = "the clock jumped by %d s, or this process stood still; no measure of it is used"
 
@@ -57,29 +57,29 @@ class LoadIssuer(Protocol):
     """Starts loads, without waiting for them; their ends are posted as events."""
 
     def read(self, launch: Issue) -> None:
-        """Layers of a load; then LayersReady, or LoadGone."""
+        """Starts to read layers of a load; LayersReady or LoadGone is posted afterwards."""
 
 
 class WriteIssuer(Protocol):
-    """Starts writes, likewise."""
+    """Starts writes, without waiting for them; their ends are posted as events."""
 
     def write(self, launch: Issue) -> None:
-        """Pages of a write; then PagesWritten, or WriteGone."""
+        """Starts to write pages of a write; PagesWritten or WriteGone is posted afterwards."""
 
     def copy_out(self, name: str) -> None:
-        """A write's pages to staging; then PagesCopied, or WriteGone."""
+        """Starts to copy a write's pages to staging; then PagesCopied or WriteGone is posted."""
 
     def drop(self, name: str) -> None:
-        """A write is given up: nothing of it was launched."""
+        """Drops a write of which nothing was launched."""
 
     def stop_write(self, name: str) -> None:
-        """Nothing more of a write, which can stop; then WriteStopped."""
+        """Begins no more commands of a write that can stop; then WriteStopped is posted."""
 
 
-#: What announces transfers carries out the decisions on them.
+#: The part that announces transfers also carries out the decisions on them.
 TransferIssuer = LoadIssuer | WriteIssuer
 
-#: The source of a profile that a caller made.
+#: The source of a profile that the caller passed.
 GIVEN = "given"
 _POOL_LIMITS = Limits(staged_pages=0)
 
@@ -88,7 +88,7 @@ _joining = threading.Lock()
 
 
 def _forget_shared() -> None:
-    """In a forked child, which has none of the threads."""
+    """Runs in a forked child, which has none of the threads."""
     global _joining
     _joining = threading.Lock()
     _shared.clear()
@@ -99,16 +99,15 @@ os.register_at_fork(after_in_child=_forget_shared)
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a pool needs to schedule its puts and loads.
+    """What a pool needs to schedule its puts and loads.  Raises ConfigError for staged pages.
 
-    profile: of this machine, model and medium.  limits: a pool has no staging, so they have no
-    staged pages.
-    policy: by default SlackPolicy.  source: where the profile came from, for `stats`.
-    media: names of the drives that have the pool, where they are known.  Pools that have a drive in
-    common share one queue, which goes by the schedule of the first; others share it by their
-    Schedule.  Queues that began apart stay so when a pool on the drives of both is opened: it joins
-    the older.
-    puts: whether the queue decides on puts of the pool; else they were decided on before.
+    profile: of this machine, model and medium.  limits: must have no staged pages, because a pool
+    has no staging.  policy: makes the policy from the limits.  record: called with every event and
+    the decision after it.  source: where the profile came from, for `stats`.
+    media: names of the pool's drives, if they are known.  Pools with a drive in common share one
+    queue, which uses the schedule of the first; so do pools that are opened with the same Schedule.
+    A pool on drives of two queues joins the older one.
+    puts: False if puts of the pool were decided on before, so that the queue starts them at once.
     """
 
     profile: Profile
@@ -127,11 +126,10 @@ class Schedule:
 class Dispatcher(Owned):
     """Runs a policy.  Thread-safe: any thread may post; one at a time decides and launches.
 
-    under_way: by the events, taken or not: transfers that are not over, with the pages of writes.
-    now_ns: the time that events are stamped with.
-    record: gets every event with the decision that followed, for a trace that replays.
-    A profile that says something absurd ends slack, not service: from then on everything goes at
-    once, with a line in the log.
+    under_way: transfers that are not over by the events added so far, with the pages of writes.
+    now_ns: the clock of events, monotonic.
+    record: called with every event and the decision after it, for a trace that can be replayed.
+    After an error of the profile or the policy everything is issued at once, and the log says so.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class Dispatcher(Owned):
         self.now_ns = (clock or SystemClock()).now_ns
         self._record = record
         self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
-        self._lock = threading.RLock()  # taken itself: Ctrl-C in Condition.__enter__ keeps it
+        self._lock = threading.RLock()  # not by the condition: Ctrl-C there could keep it locked
         self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
         self.under_way: dict[str, int] = {}
@@ -167,7 +165,7 @@ class Dispatcher(Owned):
 
     @classmethod
     def join(cls, schedule: Schedule, guard: Guard) -> Dispatcher:
-        """The dispatcher of a schedule in this process, which runs until as many ``leave``."""
+        """The dispatcher of a schedule in this process; it runs until all who joined ``leave``."""
         with _joining:
             media = frozenset(schedule.media)
             shared = (one for one in _shared if one._schedule is schedule or one._media & media)
@@ -184,7 +182,7 @@ class Dispatcher(Owned):
         return found
 
     def leave(self) -> None:
-        """Ends the dispatcher after the last user's."""
+        """Ends the use of a dispatcher by one that joined; the last one stops it."""
         with _joining:
             self._users -= 1
             if self._users > 0:
@@ -194,14 +192,14 @@ class Dispatcher(Owned):
         self.stop()
 
     def attach(self, issuer: TransferIssuer) -> str:
-        """From now on ``issuer`` carries out what is decided on names with the returned prefix."""
+        """Has ``issuer`` carry out decisions on names that begin with the returned prefix."""
         with self._lock:
             prefix = f"{next(self._prefixes)}:"
             self._issuers[prefix[:-1]] = issuer
         return prefix
 
     def detach(self, prefix: str) -> None:
-        """Nothing with this prefix is carried out, or waited for, any more."""
+        """Undoes ``attach``: forgets all transfers whose names begin with this prefix."""
         now_ns = self.now_ns()
         with self._lock:
             self._issuers.pop(prefix[:-1], None)
@@ -220,12 +218,12 @@ class Dispatcher(Owned):
         return load is not None and load.issued > 0
 
     def post(self, event: Event) -> None:
-        """Takes an event and decides, on the caller's thread if that is free to: see ``decide``."""
+        """Adds an event and decides; see ``decide``."""
         self.add(event)
         self.decide()
 
     def add(self, event: Event) -> None:
-        """Takes an event, for the next ``decide``: for callers that hold locks."""
+        """Adds an event for the next ``decide``; for callers that hold locks."""
         with self._lock:
             self._events.append(event)
             match event:
@@ -240,10 +238,10 @@ class Dispatcher(Owned):
                     self.under_way[event.name] = event.pages
 
     def alone(self, known: LoadKnown | WriteKnown, over: int = 0) -> bool:
-        """Takes an event as ``add`` does, if its transfer meets nothing else and may start at once.
+        """Adds an event if its transfer is the only one and may start at once; whether it did.
 
-        Then the caller starts it.  Nothing waits for a decision then, so none is needed before the
-        next event.  over: transfers that have ended, and whose end was not added yet.
+        Then the caller starts it without a decision, as nothing else waits for one.  over: number
+        of transfers that have ended, and whose end was not added yet.
         """
         goes = getattr(self._scheduler.policy, "goes_at_once", None)
         with self._lock:
@@ -259,8 +257,8 @@ class Dispatcher(Owned):
             return known.at_once
 
     def note(self, event: Event | None = None) -> None:
-        """As ``post`` for the end of a transfer, what the model does, or what was added: the next
-        event or look at the clock takes it, where nothing waits for a decision.
+        """Adds an event, such as the end of a transfer or a step of the model.  Decides only if
+        something waits for a decision, or if many events wait; otherwise the loop takes it later.
         """
         if event is not None:
             self.add(event)
@@ -268,9 +266,9 @@ class Dispatcher(Owned):
             self.decide()
 
     def decide(self) -> None:
-        """Decides what was added, unless another thread does so now.
+        """Takes the added events and decides, unless another thread does so now.
 
-        A decision on the caller's thread costs no switch of threads.  The main thread leaves it to
+        A decision on the caller's thread saves a switch of threads.  The main thread leaves it to
         the loop: a signal handler that raises there would leave the state half changed.
         """
         if self._thread is None:
@@ -287,10 +285,11 @@ class Dispatcher(Owned):
                 self._changed.notify_all()
 
     def run_due(self) -> int | None:
-        """Takes the events that were posted, decides and launches; when to call again, if ever.
+        """Takes the events that were added, decides and launches.  Returns when to call again, in
+        ns of ``now_ns``, or None.
 
-        For callers with their own clock or loop; otherwise see ``start``.  Launches that post
-        events are answered within the call.
+        For callers with their own clock or loop; otherwise see ``start``.  Events that launches
+        post are taken within the call.
         """
         with self._pumping:
             self._pump(Tick(self.now_ns()))
@@ -303,7 +302,7 @@ class Dispatcher(Owned):
         start_thread(self._thread)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the thread; whether it did.  What was launched goes on."""
+        """Ends the thread; False if it did not end in time.  Launched transfers go on."""
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
@@ -342,7 +341,7 @@ class Dispatcher(Owned):
         try:
             decision = self._scheduler.take(event)
         except BaseException as error:
-            # A wrong profile or a bug of a policy costs order, not service.
+            # After a wrong profile or a bug of a policy, transfers go on without an order.
             self._guard.caught("the scheduler's policy (all launches are immediate now)", error)
             decision = self._take_plainly(event)
         self._wake_ns = decision.wake_ns
@@ -354,7 +353,7 @@ class Dispatcher(Owned):
             self._launch(decision)
 
     def _take_plainly(self, event: Event) -> Decision:
-        """Without the profile and the policy; an event that still raises changes nothing."""
+        """Takes an event without profile and policy; one that still raises changes nothing."""
         try:
             state = self._scheduler.state
             state.estimates = Estimates(Unknown())
@@ -376,13 +375,13 @@ class Dispatcher(Owned):
             self._try("read", read.name, read, LoadGone(self.now_ns(), read.name))
         for write in decision.writes:
             self._try("write", write.name, write, WriteGone(self.now_ns(), write.name))
-        if decision.writes:  # one burst was issued; another may go beside it
+        if decision.writes:  # a burst was issued; another may follow while it is in flight
             self.add(Tick(self.now_ns()))
 
     def _try(self, method: str, name: str, what: Any, failed: Event | None) -> None:
-        """The loop must live; what could not be launched is gone."""
+        """Launches; no error ends the loop, but a transfer that cannot be launched is gone."""
         issuer = self._issuers.get(name.partition(":")[0] if ":" in name else "")
-        # One that has left announced it too late for `detach`.
+        # None for a transfer that was announced after its issuer's `detach`.
         is_launched = issuer is not None and self._guard.call(
             f"the launch of {name}", getattr(issuer, method), what
         )
@@ -409,7 +408,7 @@ class Dispatcher(Owned):
 
 
 class Unknown:
-    """The profile without a measurement: everything takes no time."""
+    """The profile in place of one that raised: everything takes no time."""
 
     interference = 1.0
 

@@ -1,7 +1,7 @@
 """Expected times: a profile, corrected by what was measured since.
 
-A profile is a table of the past.  Each kind of work has a factor that follows the ratio of measured
-to expected time, within bounds.  Several measurements in a row that contradict it replace it.
+Each kind of work has a factor that follows the ratio of measured to expected time, within bounds.
+Several measurements in a row that contradict a factor replace it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _FACTOR_MIN, _FACTOR_MAX = 1 / 8, 8.0
 _CONTRADICTION = 1.5
 #: ... and so many in a row replace it.
 _CONTRADICTIONS_MAX = 4
-#: How fast ``best`` forgets.  Slow work takes so many times as long; two in a row tell of it.  How
-#: fast ``slowed`` follows it; what fast work leaves of the excess over 1, less the end.
+#: Growth of ``best`` with each measurement.  Work is slow if it takes so many times as long as at
+#: its best; two in a row raise ``slowed``.  Weight of slow work in ``slowed``.  Fast work scales
+#: the excess of ``slowed`` over 1 by the fourth number, and subtracts the fifth.
 _FORGETS, _SLOW, _SLOWED_WEIGHT, _SLOWED_LEFT, _SLOWED_END = 1.005, 2.0, 0.25, 0.98, 0.001
 #: From this interference on, reads and writes take turns.
 TURNS_FROM = 2.0
@@ -33,9 +34,9 @@ _CACHE_MAX = 4096
 class Correction:
     """Measured over expected time of one kind of work.
 
-    best: the smallest that was seen for long.  last: the last one over that.  slowed: how many
-    times as long as at its best much work takes, as on a drive whose fast cache ends; else 1.
-    learns: whether what is measured changes it.
+    factor: smoothed.  best: the lowest one for long.  last: the last ratio over ``best``.  slowed:
+    how many times as long as at its best a lot of work takes, as on a drive whose fast cache is
+    full; 1 without such a loss.  learns: whether measurements change it.
     """
 
     factor: float = 1.0
@@ -47,7 +48,7 @@ class Correction:
 
     @property
     def sustained(self) -> float:
-        """The factor over all of the time, where the work gets 1 / slowed of it."""
+        """The factor of much work over elapsed time: at its best, for 1 / slowed of the time."""
         return self.best * self.slowed if self.slowed > 1 else self.factor
 
     def measured(self, expected_ns: int, measured_ns: int) -> bool:
@@ -102,7 +103,7 @@ class Estimates:
 
     @property
     def base_interference(self) -> float:
-        """By the profile as it is now; 1 at least."""
+        """By the profile alone; at least 1."""
         factor = self._profile.interference
         if factor != self._interference:
             if not (math.isfinite(factor) and factor > 0):
@@ -119,7 +120,7 @@ class Estimates:
         return _ns(self._profile.decode_us(batch, context_tokens), "decode")
 
     def read_base_ns(self, nbytes: int, parts: int = 1) -> int:
-        """A read alone on the device, for each of so many parts of it."""
+        """A read alone on the device, divided by its number of parts."""
         return self._base_ns("read", nbytes, parts)
 
     def write_base_ns(self, nbytes: int) -> int:
@@ -127,7 +128,7 @@ class Estimates:
         return self._base_ns("write", nbytes, 1)
 
     def sustained_ns(self, write_ns: int) -> float:
-        """Of a page, by the profile ``write_ns``, where writes have all time that helps them."""
+        """Time per page if writes get all the time that they can use.  write_ns: by the profile."""
         together = self.interference
         if together >= TURNS_FROM:
             together = 1.0

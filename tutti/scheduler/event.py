@@ -42,8 +42,8 @@ class LoadKnown:
 
 @dataclass(slots=True)
 class LoadGone:
-    """The load has ended or failed, or is not wanted any more.  layers: so many have arrived, or
-    are not reported.
+    """The load has ended or failed, or is not wanted any more.  layers: how many have arrived in
+    all; 0 if that is not reported.
     """
 
     at_ns: int
@@ -121,7 +121,7 @@ class WriteStopped:
 
 @dataclass(slots=True)
 class WriteGone:
-    """A write failed, or was withdrawn: it goes without the scheduler."""
+    """A write failed, or was withdrawn: then it is written without the scheduler."""
 
     at_ns: int
     name: str
@@ -153,7 +153,8 @@ class StepBegan:
 @dataclass(slots=True)
 class LayerBegan:
     """A layer begins to compute, after it waited for its load.  Optional: without it the profile
-    determines which layer computes.  waited_ns: of all layers since the last that was reported.
+    determines which layer computes.  waited_ns: how long this layer, and those before it that were
+    not reported, waited.
     """
 
     at_ns: int
@@ -163,8 +164,8 @@ class LayerBegan:
 
 @dataclass(slots=True)
 class StepEnded:
-    """The model is idle, until another step begins.  waited_ns: of layers for their loads, since
-    the last ``LayerBegan``.
+    """The model is idle, until another step begins.  waited_ns: how long layers waited for their
+    loads since the last ``LayerBegan``.
     """
 
     at_ns: int
@@ -216,7 +217,7 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str) -> Event:
-    """The event of a line.  Raises ConfigError for what is none."""
+    """The event of a line.  Raises ConfigError for other lines."""
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("event")]

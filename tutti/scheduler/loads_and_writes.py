@@ -1,7 +1,7 @@
 """The scheduler's view of the work: loads, writes, the running step, and the profile.
 
-Times are nanoseconds of one monotonic clock, durations of a profile microseconds.  The records
-belong to one `State`, which changes them in place; everybody else only reads them.
+Times are nanoseconds of one monotonic clock, durations of a profile microseconds.  The objects
+belong to one `State` and change with it; policies only read them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Phase(Enum):
 class LoadKind(Enum):
     """The class of a load.
 
-    READ_AHEAD goes into staging, for a request that still waits.  The pages of the others are
-    there; nothing waits for BACKGROUND: proofs, copies to a remote store.
+    READ_AHEAD is read into staging, for a request that still waits; the others have their pages.
+    Nothing waits for BACKGROUND, such as proofs and copies to a remote store.
     """
 
     LOAD = "load"
@@ -54,7 +54,7 @@ class LoadKind(Enum):
     BACKGROUND = "background"
 
 
-#: One in so many layers of what flies of a load has not arrived when the scheduler is told.
+#: Arrivals are reported when one in so many of a load's layers in flight is still missing.
 _UNTOLD = 4
 
 
@@ -131,8 +131,8 @@ class Load:
 
 
 def report_at(ready: int, issued: int) -> int:
-    """At how many layers of a load the scheduler is told next: it issues more before the last of
-    those that fly have arrived, and each report costs a decision.
+    """The number of arrived layers at which the scheduler is told next: before the last of those in
+    flight, so that it can issue more in time, but not for each, as a report costs a decision.
     """
     flying = issued - ready
     return ready + max(1, flying - max(1, flying // _UNTOLD))

@@ -12,7 +12,7 @@ _BOTH_SHARE = 0.5
 
 
 def begin(state: State, pipe: Pipe, other: Pipe, parts: int, expected_ns: int) -> None:
-    """Something is issued into a pipe."""
+    """Parts are issued into a pipe; starts a measurement if it was idle."""
     if not pipe.flying:
         if other.flying:
             state.both_since_ns = state.now_ns
@@ -61,7 +61,7 @@ def _count_both(state: State) -> None:
 
 
 def _learn_interference(state: State, base_ns: int, took_ns: int, both_ns: int) -> None:
-    """The rest was moved during transfers in the other direction."""
+    """Learns it from the work that was done while the other direction was busy."""
     estimates = state.estimates
     beside_ns = base_ns * estimates.read.factor - (took_ns - both_ns)
     if beside_ns > 0 and took_ns < ABSURD_NS:
@@ -83,7 +83,7 @@ def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) ->
 
 
 def measured(state: State, correction: Correction, base_ns: int, measured_ns: int) -> None:
-    """base_ns: by the profile alone."""
+    """Corrects by a measurement, and counts it.  base_ns: expected by the profile alone."""
     totals = state.totals
     if not 0 < measured_ns < ABSURD_NS:
         totals.ignored += 1

@@ -2,7 +2,7 @@
 
 `SlackPolicy` is the one to use.  `baselines.py` has those that it is compared with.
 
-What every decision passes compares instead of calling min() or max(), which takes four times as
+Code that every decision runs compares instead of calling min() or max(), which take four times as
 long.
 """
 
@@ -20,7 +20,7 @@ from tutti.scheduler.room import overflow, pressure_of
 from tutti.scheduler.state import NOTHING, Decision, Issue, State
 from tutti.scheduler.write_order import fewest_left_first, first_write, writes_for
 
-#: So many loads are looked at for slack, those that are due first.
+#: Slack is computed over so many loads, those that are due first.
 _DUES_MAX = 8
 #: Longest pause of writes on a drive that slowed down under them, whatever was measured.
 _PAUSE_MAX_NS = 5_000_000_000
@@ -42,20 +42,20 @@ class Limits:
         any case.  Each window costs a decision.
     write_burst_us: writes are issued in bursts of this length while loads wait.
     idle_burst_us: likewise while none is known, of writes that cannot be stopped; a new load may
-        have to wait for two of them.  Reads of a load that is all there is go as far ahead.
+        have to wait for two of them.  Reads of the only transfer are issued as far ahead.
     run_us: likewise, of writes that stop when a load comes.
     slowed_run_us: likewise, on a drive that slows down under them: a smaller put that comes
         meanwhile has to wait for them.
-    margin: part of the time until a deadline that is not planned with.
+    margin: share of the time until a deadline that is kept as a reserve.
     read_patience_us: a load is overtaken only by loads that came within this time after it.
     write_patience_us: a write that waited longer goes without slack, in ``forced_share`` of the
         device's time and bursts of ``idle_burst_us``.
-    pressing_pages: waiting pages at which all of the device's time is the writes', and from half of
-        them on a share.  None: that is so when a put that is expected would not fit in time; what
-        is dropped costs more than a bubble.
-    probe_us: reads and writes go together once in this time where they otherwise take turns, to
-        measure what that costs.
-    Counts are Python's integers: compiled, this refuses those of numpy with a TypeError.
+    pressing_pages: waiting pages at which writes get all of the device's time; from half of them on
+        they get a share.  None: they get all of it when an expected put would not fit in time, as a
+        dropped page costs more than a bubble.
+    probe_us: where reads and writes take turns, they go together once in this time, to measure what
+        that costs.
+    Counts must be Python's integers: the compiled module refuses those of numpy with a TypeError.
     Raises ConfigError for values out of range.
     """
 
@@ -158,14 +158,14 @@ class SlackPolicy:
         return plan
 
     def _without_writes(self, state: State) -> Decision:
-        """Where no writes wait; some may still be in flight."""
+        """Decides where loads wait and no writes; some writes may still be in flight."""
         if state.writing.flying and self._takes_turns(state):
             return NOTHING
         reads = self._reads(state, self._late_window_ns)
         return Decision(reads) if reads else NOTHING
 
     def _writes_alone(self, state: State, gone: tuple[str, ...]) -> Decision:
-        """Where no load waits.  Two bursts are in flight, so that the device is never idle."""
+        """Decides where no load waits.  Keeps two bursts in flight, so the device is never idle."""
         write, unwritten = state.estimates.write, self._in_order(state)
         factor = write.factor
         burst_ns = self._ahead_ns(write, next(iter(unwritten.values())).can_stop)
@@ -183,7 +183,7 @@ class SlackPolicy:
         return self._slowed_run_ns if write.slowed > 1 else self._run_ns
 
     def _with_writes(self, state: State, gone: tuple[str, ...]) -> Decision:
-        """Where loads and writes wait."""
+        """Decides where loads and writes wait."""
         oldest = (
             first_write(state.unwritten, gone) if gone else next(iter(state.unwritten.values()))
         )
@@ -191,7 +191,7 @@ class SlackPolicy:
             return self._without_writes(state)
         turns = self._takes_turns(state)
         writing, factor = state.writing, state.estimates.write.factor
-        # Of writes to the reads, both in ns.
+        # Delay of reads, in ns, for each ns of writes.
         cost = 1.0 if turns else state.estimates.interference - 1
         left_ns, least_ns = 0, self._burst_ns  # slack that is worth a pause
         if writing.flying:  # less where the device writes already
@@ -212,7 +212,7 @@ class SlackPolicy:
     def _without_slack(
         self, state: State, oldest: Write, gone: tuple[str, ...], turns: bool, needed_ns: float
     ) -> Decision:
-        """Reads, and writes that are old or too many."""
+        """Decides where the slack is too small: reads, and writes that are old or too many."""
         now_ns, chance_ns = state.now_ns, state.forced_until_ns
         if chance_ns > now_ns and state.estimates.write.slowed > 1:
             return self._until(state, chance_ns, turns, needed_ns)  # whatever the pressure
@@ -237,7 +237,7 @@ class SlackPolicy:
         return Decision(reads, writes, wake_ns=wake_ns, forced=bool(writes), forced_gap_ns=gap_ns)
 
     def _until(self, state: State, chance_ns: int, turns: bool, needed_ns: float) -> Decision:
-        """Reads, as no write goes before a moment."""
+        """Decides where no write may go before a moment: reads only."""
         reads: tuple[Issue, ...] = ()
         if not (turns and state.writing.flying):
             reads = self._reads(state, chance_ns - state.now_ns, needed_ns)
@@ -262,7 +262,7 @@ class SlackPolicy:
         return max(unit_ns, self._idle_burst_ns), least
 
     def _in_order(self, state: State) -> dict[str, Write]:
-        """The writes that may be issued, those first that go first."""
+        """The writes that may be issued, in the order in which they go."""
         unwritten = state.unwritten
         if len(unwritten) == 1 or state.estimates.write.slowed <= 1:
             return unwritten
@@ -286,9 +286,8 @@ class SlackPolicy:
 
         Every load is checked at its next and at its last layer: in between the time that is needed
         grows evenly, like the deadlines.  Negative when a layer will be late anyway.  Loads of the
-        running step go by where its layers are; the others are taken to run one after another in
-        order of arrival, once the step has ended.  needed_ns: less is none, so the rest is not
-        looked at.
+        running step are due by its layers; the others are assumed to run one after another in order
+        of arrival, once the step has ended.  needed_ns: the search ends once slack is less.
         """
         step, layer = state.step, state.estimates.layer.factor
         read = state.estimates.read.factor
@@ -355,7 +354,7 @@ class SlackPolicy:
     ) -> tuple[Issue, ...]:
         """Reads by deadline, until the window is full.
 
-        free_ns: so long no write may go without slack.  needed_ns: less slack is none.
+        free_ns: time in which no write may go without slack.  needed_ns: slack that a write needs.
         """
         factor = state.estimates.read.factor
         is_alone = len(state.loads) == 1 and not state.writes
@@ -432,8 +431,8 @@ class SlackPolicy:
         return uncut_ns if uncut_ns < self._late_window_ns else self._late_window_ns
 
     def _urgent(self, state: State, room_ns: float) -> Issue | None:
-        """Reads of the most urgent load, at most one of which is the running step's, if they fill
-        the window; None: all must be compared.
+        """Reads of the most urgent load, if they fill the window; None if all loads must be
+        compared.  For at most one load of the running step.
         """
         load = next(iter(state.unread.values()))
         for one in state.unissued.values():

@@ -1,7 +1,7 @@
 """A profile: how long compute, reads and writes take on one machine, for one model and medium.
 
-`tutti profile` measures it; docs/profile.md describes the JSON.  What could not be measured is an
-estimate (`roofline.py`) and marked so.  `tutti.profiles` finds the one of a pool.
+`tutti profile` measures it; docs/profile.md describes the JSON.  What could not be measured is
+estimated (`roofline.py`) and marked as such.  `tutti.profiles` finds the profile of a pool.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from tutti.scheduler.roofline import (
 KIND = "tutti profile"
 SCHEMA = 1
 HALVES = ("compute", "io", "movers")
-#: What must be the same for times to hold; a new kernel is not another machine.
+#: Facts that must be equal for a profile to be valid; the version of the kernel need not be.
 MACHINE_KEYS = ("cpu", "cores", "memory", "filesystem", "disk")
 
 _FILE_NBYTES_MAX = 16 * MiB
 #: Faster than any medium or memory: a typing error or a clock that jumped.
 _GB_PER_S_MAX = 1000.0
 _SMS_MAX = 4096
-#: Of a page of an estimate, which sets its slices.
+#: Tokens of a page in an estimate, from which its slices follow.
 _PAGE_TOKENS = 64
 
 
 class TableProfile:
-    """A profile over tables; implements the scheduler's `Profile`.  Does not change.
+    """A profile by tables; implements the scheduler's `Profile`.  Immutable.
 
-    document: the JSON that it was made of.  warnings: why it is not what was asked for.
+    document: the JSON it was made of.  warnings: why it replaces the profile that was asked for.
     """
 
     def __init__(self, document: Mapping[str, Any], warnings: tuple[str, ...] = ()) -> None:
@@ -100,7 +100,7 @@ class TableProfile:
         return nbytes / self.read_us(nbytes) / 1e3
 
     def _find_interference(self, rows: object) -> float:
-        """How many times as long a transfer takes with the other direction busy, the middle one."""
+        """How many times as long a transfer takes with the other direction busy: the median."""
         slower = []
         for nbytes, slice_nbytes, read_us, write_us in check_rows("both", rows, 3):
             slower.append(read_us / self._read.at(nbytes, slice_nbytes))

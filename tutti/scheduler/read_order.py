@@ -9,7 +9,7 @@ from tutti.scheduler.state import NOTHING, Decision, Issue, State
 
 
 class ReadOrder:
-    """Reads of one decision.  head: the load to read ahead next, within the budget.
+    """Collects the reads of one decision.  head: the load to read ahead next, within the budget.
 
     Every ``add`` issues a unit at least, so the layers that wait bound how often it is called.
     Read-ahead that does not fit what is left of the budget holds back that behind it, unless it is
@@ -29,7 +29,7 @@ class ReadOrder:
         return self._next.get(load.name, load.issued)
 
     def add(self, load: Load, layers: int) -> int:
-        """Issues so many layers, or as many as are left or fit; in whole units.  How many."""
+        """Issues so many layers, or as many as are left or fit, in whole units.  Their number."""
         first, unit = self.next_layer(load), load.unit_layers
         count = min(-(-layers // unit) * unit, load.layers - first)
         if load.ahead_nbytes and not load.running:
@@ -60,7 +60,7 @@ class ReadOrder:
         return min(load.unit_layers, load.layers - self.next_layer(load)) * load.ahead_nbytes
 
     def _move(self) -> None:
-        """To the next load that fits."""
+        """Sets ``head`` to the next load that fits."""
         self.head = None
         for load in self._ahead:
             nbytes = self._needs(load)
@@ -72,7 +72,7 @@ class ReadOrder:
 
 
 def fill(load: Load, room_ns: float, factor: float) -> int:
-    """Layers of a load that take so long; one at least."""
+    """Layers of a load that fill ``room_ns``; at least one.  factor: correction of the profile."""
     one_ns = load.read_ns * factor
     if one_ns < 1.0:
         one_ns = 1.0

@@ -67,8 +67,8 @@ class Look:
     """What the governor is told at a moment.
 
     free_nbytes: memory that the page cache may use.  planned_nbytes: what the plan takes now, of
-    whole_nbytes in all groups of group_nbytes.  moved_nbytes: of loads and puts since the look
-    before.  stall_share: of the time since then, in which tasks waited for memory.
+    whole_nbytes in all groups of group_nbytes.  moved_nbytes: by loads and puts since the last
+    look.  stall_share: share of the time since then in which tasks waited for memory.
     """
 
     now_s: float
@@ -82,12 +82,12 @@ class Look:
 
 @dataclass
 class Governor:
-    """How much may go through the page cache from now on: shrinks at once, grows after a calm.
+    """Decides how much may go through the page cache: shrinks it at once, grows it after a calm.
 
     share: of the memory that is free.  A growth that had to be taken back doubles the calm that
     the next one needs, up to a minute, so a limit that swings is followed a bounded number of
-    times.  A growth is braked: what enters is read from the drive once more slowly than by direct
-    I/O, so it may only be a small part of the bytes that move, and more where hits pay for it.
+    times.  Growth is slow: a byte that enters is read more slowly than by direct I/O, so only a
+    small part of the bytes that move may enter, and more where hits make up for that.
     Deterministic: time is passed in, in seconds.
     """
 
@@ -103,7 +103,7 @@ class Governor:
         """Bytes to plan for; planned_nbytes when nothing should change."""
         planned, now_s = look.planned_nbytes, look.now_s
         goal = min(math.floor(self.share * self._free_ahead(look)), look.whole_nbytes)
-        if look.stall_share > _STALL_MAX:  # a quarter goes, whatever is said to be free
+        if look.stall_share > _STALL_MAX:  # shrink by a quarter, whatever is reported as free
             goal = min(goal, planned * 3 // 4)
         elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
         self._looked_s = now_s

@@ -58,7 +58,7 @@ def _dense(name: str, parameters: float, attention_width: int, weight_nbytes: fl
     )
 
 
-#: Models whose times the fit can tell, by their published configurations.
+#: Models whose times the fit can estimate, by their published configurations.
 DENSE_MODELS = {
     model.name: model
     for model in (

@@ -1,4 +1,4 @@
-"""Memory for pages that wait to be written: what leaves it, and when writes must make room."""
+"""Memory for pages that wait to be written: what is copied or dropped, and when writes press."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 from tutti.scheduler.loads_and_writes import PageLocation, Phase, Write
 from tutti.scheduler.state import Space, State
 
-#: So many loads, and so many puts that nothing tells of, are looked at.
+#: So many known loads, and so many unannounced puts, are considered.
 _AHEAD_MAX = 8
-#: Of what can be written until a put that nothing tells of: the rest is for surprises.
+#: Share of what can be written before an unannounced put; the rest is a reserve.
 _MARGIN = 0.9
 
 
 class MemoryLimits(Protocol):
-    """Of a policy's limits, those of memory; see Limits."""
+    """The limits of memory of a policy; see Limits."""
 
     @property
     def locked_pages(self) -> int:
@@ -41,9 +41,9 @@ def bounds_of(space: Space, limits: MemoryLimits) -> tuple[int, int]:
 
 
 def pressure_of(state: State, limits: MemoryLimits) -> float:
-    """The share of the device's time that is the writes', lest pages are dropped.
+    """The share of the device's time that writes need to avoid drops of pages; 0 or less: none.
 
-    All of it where an expected put would not fit, though writes had all of the time until then.
+    All of it where an expected put would not fit although writes got all of the time until then.
     On a drive that slows down under them, also where one of the largest would not fit now.
     """
     if limits.pressing_pages is not None:
@@ -66,10 +66,10 @@ def pressure_of(state: State, limits: MemoryLimits) -> float:
 
 
 def _expected(state: State, space: Space, largest: int) -> Iterator[tuple[int, float]]:
-    """The next puts: (pages, pages that can be written before it).
+    """Yields the next puts: (pages, pages that can be written before it).
 
-    The running step ends with one; the steps of the known loads do; then there may be a run of the
-    largest, one more of them than were seen in a row.
+    The running step ends with a put, and so do the steps of the known loads.  Then a run of the
+    largest puts may follow, with one more of them than were ever seen in a row.
     """
     step, layer, before = state.step, state.estimates.layer.factor, 0.0
     if state.prefill_tokens:

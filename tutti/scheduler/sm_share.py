@@ -1,7 +1,7 @@
 """Chooses the number of SMs for I/O kernels: the fewest that keep up with the medium.
 
 A partition is not a reservation: kernels of the primary context still run on its SMs unless compute
-has the complementary partition.  What a GPU can be split into is the caller's to say.
+has the complementary partition.  The caller knows into which partitions a GPU can be split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scheduler's state and its decisions.  Events change the state in `state_changes.py`.
 
-Only the state changes.  A decision is not frozen because that makes it several times as slow.
+A decision does not change either, but it is not frozen: that makes it several times as slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
-#: By each put: a drive that hung once, or a profile that was wrong, loses its effect over time.
+#: Factor per put, so that the effect of a drive that hung, or of a wrong profile, fades.
 _FORGETS = 0.995
 
 
@@ -27,13 +27,13 @@ class Issue:
 
 @dataclass(slots=True)
 class Decision:
-    """What to do now, in this order.
+    """What to do now: stops, drops, copy_outs, reads, writes, in this order.
 
-    stops: writes that give back what of them was not begun; WriteStopped answers.
-    drops: writes that are given up; nothing of them was issued.
-    copy_outs: writes whose pages go to staging.
+    stops: writes that return what was not begun; WriteStopped answers.
+    drops: writes that are dropped; nothing of them was issued.
+    copy_outs: writes whose pages are copied to staging.
     wake_ns: when to decide again if nothing happens before; None for never.
-    forced: the writes go although there is no slack for them; forced_gap_ns: until others may.
+    forced: the writes go without slack; forced_gap_ns: time until others may do so.
     """
 
     reads: tuple[Issue, ...] = ()
@@ -60,11 +60,12 @@ class Policy(Protocol):
 class Totals:
     """Counters since the start.
 
-    bubble_ns: layers waited for their loads.  slack_ns: device time of writes that went beside or
-    between reads, into slack.  written, deferred, forced, copied, dropped, failed: pages; deferred
-    are those that were issued later than they came, forced those that went without slack.
+    bubble_ns: time that layers waited for their loads.  slack_ns: device time of writes that went
+    into slack, between or during reads.  written, deferred, forced, copied, dropped, failed: pages;
+    deferred are those that were issued later than they came, forced those that went without slack.
     error_ns, expected_ns: sum of |measured - expected| and of expected times of all measurements;
-    their quotient is the prediction error.  ignored: events that make no sense any more.
+    their quotient is the prediction error.  ignored: events that do not fit the state, and absurd
+    measurements.
     """
 
     bubble_ns: int = 0
@@ -91,8 +92,8 @@ class Pipe:
     before.  done_ns: what the profile expects for all that ended since then; ends may come in
     bunches, their sum counts.  both_ns: State.both_ns at that moment.  from_idle: it began with
     nothing in flight.
-    moved_ns: when something was issued into an idle pipe, or ended, last.  untold: parts that flew
-    when others were given up: when they began to move is not known.
+    moved_ns: when something was last issued into an idle pipe, or ended.  untold: parts that were
+    in flight when others were given up; when they began to move is not known.
     """
 
     flying: int = 0
@@ -114,14 +115,14 @@ class Pipe:
 
 @dataclass(slots=True)
 class Space:
-    """Memory whose pages are stored: one of SGLang's pools, or all that has no name.
+    """Memory whose pages are stored: one of SGLang's pools, or (named "") all other memory.
 
     locked_max, staged_max: its limits; None for those of the policy.
     source, copying, staged: as State has them for all spaces.
     pages: of all puts so far.  largest: of a put that was issued.
     run: how many more pages the last puts had than the drive can write meanwhile; run_max: the most
-    so far.  more_max: the most by which a single put added to it.  Both slowly forget.
-    put_ns: when the last put came.  page_ns: of writing a page, for as long as it takes.
+    so far.  more_max: the most by which a single put raised it.  Both slowly decrease.
+    put_ns: when the last put came.  page_ns: time to write a page, see Estimates.sustained_ns.
     """
 
     locked_max: int | None = None
@@ -138,7 +139,7 @@ class Space:
     page_ns: float = 1.0
 
     def put(self, now_ns: int, pages: int, page_ns: float) -> None:
-        """One more put.  What may have been too large for any memory counts as the largest."""
+        """One more put.  In ``run`` it counts at most as the largest that was issued."""
         self.source += pages
         self.pages += pages
         counted = pages if pages < self.largest else self.largest
@@ -149,7 +150,7 @@ class Space:
         self.more_max = max(self.more_max * _FORGETS, more)
 
     def puts_ahead(self, now_ns: int) -> int:
-        """How many of the largest may come one after another: one more than were seen."""
+        """How many of the largest puts may come in a row: one more than were seen."""
         if self.more_max <= 0:
             return 1
         run = max(0.0, self.run - (now_ns - self.put_ns) / self.page_ns)
@@ -159,16 +160,16 @@ class Space:
 class State:
     """Everything that a decision may depend on.  Dictionaries are in order of arrival.
 
-    loads, writes: all of them, by name.  running: loads that the running step needs and that have
-    not all arrived; unissued: those of them that are not all issued.  unread: loads to read ahead
-    that are not all issued; ahead_ns: compute time of those that are, by the profile.  background:
-    loads of that kind that are not all issued; background_ns: what the profile expects for what
-    flies of them, which is not in ``reading``: it yields.  unwritten: writes that may be issued.
-    running_on: writes that were issued while no load waited, and can be stopped.
-    waiting_pages: of all writes, not issued.
+    loads, writes: all of them, by name.  running: loads of the running step that have not arrived
+    in full; unissued: those of them that are not issued in full.  unread: loads to read ahead that
+    are not issued in full; ahead_ns: compute time of those that are, by the profile.  background:
+    loads of that kind that are not issued in full; background_ns: what the profile expects for
+    their parts in flight, which are not in ``reading``, as they yield.  unwritten: writes that may
+    be issued.  running_on: writes that were issued while no load waited, and can be stopped.
+    waiting_pages: pages of all writes that are not issued.
     spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
-    read_ahead_nbytes: of staging, issued for steps that did not begin.
+    read_ahead_nbytes: of staging, issued for steps that have not begun.
     prefill_tokens: of all prefills that ended.
     both_ns: how long both directions were busy, up to ``both_since_ns``.
     """

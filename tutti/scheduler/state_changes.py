@@ -42,7 +42,7 @@ from tutti.scheduler.loads_and_writes import (
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
-#: The policy is not asked about these while a transfer is in flight: it will be, when that ends.
+#: While a transfer is in flight the policy is not asked after these, but when the transfer ends.
 _LATER = (LayerBegan, StepEnded)
 
 _Entry = TypeVar("_Entry", Load, Write)
@@ -56,7 +56,7 @@ class Scheduler:
         self.state = State(profile)
 
     def take(self, event: Event) -> Decision:
-        """What to do after an event.  The caller carries out everything in the decision.
+        """Decides what to do after an event.  The caller carries out the whole decision.
 
         The policy is asked only while something waits.
         """
@@ -87,7 +87,7 @@ def apply(state: State, event: Event) -> None:
 
 
 def commit(state: State, decision: Decision) -> None:
-    """Takes note that everything in a decision was carried out."""
+    """Changes the state as if everything in a decision was carried out."""
     for name in decision.stops:
         del state.running_on[name]
     for name in decision.drops:
@@ -317,7 +317,7 @@ def _write_known(state: State, event: WriteKnown) -> None:
         event.space,
         event.can_stop,
     )
-    page_ns = state.estimates.sustained_ns(write.write_ns)  # a bad profile raises: no half a write
+    page_ns = state.estimates.sustained_ns(write.write_ns)  # may raise: before the state changes
     state.numbers += 1
     state.spaces[write.space].put(state.now_ns, write.pages, page_ns)
     state.writes[event.name] = state.unwritten[event.name] = write
@@ -430,7 +430,7 @@ def _step_began(state: State, event: StepBegan) -> None:
 
 
 def _step_over(state: State) -> None:
-    """The loads that the step has used leave.
+    """Removes the loads that the step has used.
 
     Those that have not arrived must still be reported: the step was given up, or a report is late.
     """

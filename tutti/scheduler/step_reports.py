@@ -1,7 +1,7 @@
-"""Which steps and layers of a model its scheduler is told of.
+"""Chooses the steps and layers of a model that are reported to its scheduler.
 
 Each event costs CPU time, most of all one that may be followed by a decision.  Between two reports
-the scheduler goes by the profile, which is nearly as good.
+the scheduler relies on the profile, which is nearly as good.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from tutti.scheduler.loads_and_writes import Phase
 
 #: A prefill is reported in about so many parts.
 _PARTS = 4
-#: Of decode steps that follow each other while nothing waits, one in so many is reported: it only
-#: corrects the profile.
+#: Of consecutive decode steps while nothing waits, one in so many is reported; it only corrects the
+#: profile.
 _STEPS = 16
 
 
 class StepReports:
-    """Of one model, for one scheduler: what happens goes in, what is to be posted comes out."""
+    """For one model and one scheduler: takes all events, and returns those to be posted."""
 
     def __init__(self) -> None:
         self._phase = Phase.IDLE
@@ -27,7 +27,7 @@ class StepReports:
         self._waited_ns = 0  # since then
 
     def began(self, event: StepBegan, waits: bool) -> StepBegan | None:
-        """A step.  waits: whether a transfer does; see State."""
+        """A step begins.  waits: whether a transfer waits; see State.waits."""
         goes_on = event.phase is Phase.DECODE and self._phase is Phase.DECODE and not waits
         self._untold = (self._untold + 1) % _STEPS if goes_on else 0
         self._phase, self._every = event.phase, max(1, event.layers // _PARTS)
@@ -35,7 +35,7 @@ class StepReports:
         return None if self._untold else event
 
     def layer_began(self, event: LayerBegan) -> LayerBegan | None:
-        """A layer of the step.  Those that are not reported have waited by the next report."""
+        """A layer begins.  The next report includes the waits of layers that are not reported."""
         self._waited_ns += event.waited_ns
         if event.layer - self._layer < self._every:
             return None
@@ -43,6 +43,6 @@ class StepReports:
         return event
 
     def ended(self, event: StepEnded) -> StepEnded | None:
-        """The step."""
+        """The step ends."""
         event.waited_ns, self._waited_ns = self._waited_ns, 0
         return None if self._untold else event

@@ -27,7 +27,7 @@ from tutti.scheduler.state_changes import Scheduler
 
 KIND = "tutti trace"
 SCHEMA = 1
-#: Of a file: what comes later is not recorded.
+#: The largest file; later events are not recorded.
 NBYTES_MAX = 64 * MiB
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 
 
 class TraceFile:
-    """Writes a trace; it is the ``record`` of a Schedule.  A file of that name is replaced.
+    """Writes a trace; pass it as ``record`` of a Schedule.  Replaces an existing file.
 
     Each line is written at once, so that a process that is killed leaves whole lines.
     Raises ConfigError where the file cannot be written.
@@ -83,7 +83,7 @@ class TraceFile:
 
 
 def read(path: str | os.PathLike[str]) -> Recorded:
-    """What a TraceFile wrote, without a last line that is not whole.
+    """Reads what a TraceFile wrote, without an incomplete last line.
 
     Raises ConfigError, or ProfileError, for other files.
     """
@@ -102,13 +102,13 @@ def read(path: str | os.PathLike[str]) -> Recorded:
 
 
 def line(event: Event, decision: Decision) -> str:
-    """One line of a trace, without its end."""
+    """One line of a trace, without the line feed."""
     values = {name: value for name, value in asdict(decision).items() if value}
     return f"{to_json(event)} {json.dumps(values, separators=(',', ':'))}"
 
 
 def replay(lines: Iterable[str], policy: Policy, profile: Profile) -> Iterator[str]:
-    """The trace that the events of ``lines`` give.  Raises ConfigError for other lines."""
+    """Yields the trace that the events of ``lines`` result in.  Raises ConfigError."""
     scheduler = Scheduler(policy, profile)
     for one in lines:
         event = from_json(_event_part(one))

@@ -15,7 +15,7 @@ def first_write(unwritten: dict[str, Write], gone: tuple[str, ...]) -> Write | N
 
 
 def fewest_left_first(unwritten: dict[str, Write]) -> dict[str, Write]:
-    """The order in which the writes free the most memory soonest."""
+    """The writes with the fewest pages left first: this order frees memory soonest."""
     left = sorted(unwritten.values(), key=lambda write: write.pages - write.issued)
     return {write.name: write for write in left}
 
@@ -23,7 +23,7 @@ def fewest_left_first(unwritten: dict[str, Write]) -> dict[str, Write]:
 def writes_for(
     unwritten: dict[str, Write], budget_ns: float, gone: tuple[str, ...]
 ) -> tuple[Issue, ...]:
-    """Writes that the profile expects to take so long, one unit at least, in the given order."""
+    """Writes that take ``budget_ns`` by the profile, at least one unit, in the given order."""
     issues: list[Issue] = []
     for write in unwritten.values():
         if write.name in gone:
