@@ -138,9 +138,9 @@ def _wrong_bytes(result: dict[str, Any]) -> int:
 
 
 def _check_places(args: argparse.Namespace, *, makes_dir: bool) -> None:
-    """Raises ConfigError for what cannot be written or read, before anything is measured.
+    """Raises ConfigError for places that cannot be written or read, before anything is measured.
 
-    Raises PoolExists for devices that were given to a server: they would be blank afterwards.
+    Raises PoolExists for devices that are labelled for a server: they would be blank afterwards.
     """
     for option in ("path", "medium", "dir"):
         places = list(dict.fromkeys(map(str, _given(args, option))))
@@ -171,9 +171,9 @@ def bench_command(
     *,
     makes_dir: bool = False,
 ) -> Callable[[argparse.ArgumentParser], None]:
-    """What describes the command of `tutti.bench.NAME`.
+    """Returns a function that adds the command of `tutti.bench.NAME` to a parser.
 
-    The module has `add_arguments`, `run`, which gives the result for JSON, and `report`, which
+    The module has `add_arguments`, `run`, which returns the result for JSON, and `report`, which
     makes text of it.  example: commands, each after two blanks.  exit_code: of a result; by default
     wrong bytes fail the command.  makes_dir: --dir need not exist.
     """

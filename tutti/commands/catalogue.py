@@ -55,7 +55,7 @@ def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
 
 
 def add_pool_name(parser: argparse.ArgumentParser) -> None:
-    """Describes `--pool`."""
+    """Adds `--pool`."""
     parser.add_argument(
         "--pool",
         dest="name",
@@ -78,7 +78,6 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti ls`."""
     _add_pool(parser, "ls", "--namespace team")
     parser.add_argument("--namespace", metavar="NAME", help="show this namespace only")
     parser.add_argument(
@@ -88,14 +87,12 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rm(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti rm`."""
     _add_pool(parser, "rm", "00112233445566778899aabbccddeeff --chain")
     _add_keys(parser)
     parser.set_defaults(run=rm)
 
 
 def add_pin(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti pin`."""
     _add_pool(parser, "pin", "00112233445566778899aabbccddeeff --chain")
     _add_keys(parser)
     parser.add_argument("--undo", action="store_true", help="unpin them")
@@ -106,7 +103,6 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti export`."""
     _add_pool(parser, "export", "--namespace docs --out docs.tkv")
     _add_keys(parser)
     parser.add_argument("--out", required=True, metavar="FILE", help="file to create")
@@ -114,7 +110,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti import`."""
     _add_pool(parser, "import", "docs.tkv --namespace docs")
     parser.add_argument("file", metavar="FILE", help="file that `tutti export` wrote")
     parser.add_argument(
@@ -124,12 +119,12 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def ls(args: argparse.Namespace) -> CommandResult:
-    """Chains by their first pages, of every pool."""
+    """Lists the chains of every pool, by their first pages."""
     return of_each_pool(args, lambda name: _ls(args, name))
 
 
 def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult]) -> CommandResult:
-    """What ``show`` answers for a pool's name; for all pools of an agent that has several."""
+    """The result of ``show`` for the named pool, or for each of an agent that has several."""
     several = args.pool.startswith(AGENT) and not args.name
     names = pools(args.pool) if several else [args.name]
     if not names:
@@ -171,14 +166,12 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
 
 
 def rm(args: argparse.Namespace) -> CommandResult:
-    """Removes objects."""
     with _chosen(args) as (store, keys):
         gone = store.catalogue.delete(keys)
     return CommandResult({"removed": gone}, f"{gone} objects removed")
 
 
 def pin(args: argparse.Namespace) -> CommandResult:
-    """Pins or unpins objects."""
     with _chosen(args) as (store, keys):
         count = store.catalogue.unpin(keys) if args.undo else store.catalogue.pin(keys)
         if args.ttl is not None:
@@ -248,7 +241,7 @@ def _numbers(info: ObjectInfo, names: Mapping[int, str]) -> dict[str, object]:
 
 
 def _namespace(tenant: int, names: Mapping[int, str]) -> str:
-    """The name, as far as it is known: a pool has only numbers."""
+    """The name, or the number where the name is not known: a pool stores only numbers."""
     return names.get(tenant, f"#{tenant}") if tenant else ""
 
 
@@ -256,8 +249,8 @@ def _namespace(tenant: int, names: Mapping[int, str]) -> str:
 def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
     """The pool, and the keys that the arguments name.
 
-    Raises ConfigError when they name none, and NotThere for those that are not in the pool: at
-    once if that is all of them, else at the end.
+    Raises ConfigError when they name none, and NotThere for keys that are not in the pool: at once
+    if none is, otherwise at the end.
     """
     if not args.keys and args.namespace is None and args.tokens is None:
         raise ConfigError(
@@ -286,8 +279,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
 def _prompt_keys(store: Store, file: str) -> Keys:
     """Keys of the prompt's pages that are in the pool, as this package or SGLang names them.
 
-    Raises ConfigError for a file that is not of token ids, NotThere for a prompt without pages
-    here.
+    Raises ConfigError for a file without token ids, NotThere if no page of the prompt is here.
     """
     try:
         words = re.split(r"[\s,\[\]]+", Path(file).read_text().strip())

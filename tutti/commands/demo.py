@@ -34,13 +34,13 @@ Ordinary files on this machine's disk: neither a GPU nor a raw NVMe drive is use
 Stores end with the bytes on the disk; loads begin with nothing of the files in the page cache.
 A file per page: four threads with direct I/O, nothing verified."""
 _NAMES = {"store": "Tutti, verified", "file-per-page": "a file per page", "fio": "fio, unverified"}
-_DISK_SHARE = 3  # at most a third of what is free is used
+_DISK_SHARE = 3  # at most a third of the free space is used
 _POOLS = "demo-pools"  # below --dir; it is the demo's own and removed with all it holds
 
 
 @dataclass(frozen=True)
 class _Size:
-    """What a demo does.  page_tokens: of an 8B model, 128 KiB each; launches: of each system."""
+    """Size of a demo.  page_tokens: of an 8B model, 128 KiB each.  launches: per system."""
 
     page_tokens: int
     rounds: int
@@ -59,7 +59,6 @@ _QUICK = _Size(4, 1, 128 * MiB, 100, launches=1)
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti demo`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
         "--dir", default=".tutti-demo", help="folder for pools and results, made if missing"
@@ -162,7 +161,7 @@ def _noise(load: float) -> list[str]:
 
 
 def _keep(result: dict[str, Any], folder: Path) -> str:
-    """Writes the results and draws them; what became of it.  They are printed in any case."""
+    """Writes and draws the results; returns where they are, or why they could not be written."""
     try:
         (folder / "results.json").write_text(json.dumps(result, indent=2) + "\n")
         (cell,) = result["peers"]["cells"].values()

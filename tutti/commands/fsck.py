@@ -35,7 +35,6 @@ The exit code is 1 when unrepaired damage remains."""
 
 
 def add_fsck(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti fsck`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
     parser.add_argument("--repair", action="store_true", help="quarantine damaged objects")

@@ -25,7 +25,6 @@ To overwrite a device, add --force SERIAL. A device in use is refused."""
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti nvme list`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument("--all", action="store_true", help="list other block devices too")
     parser.set_defaults(run=run_list)

@@ -84,7 +84,6 @@ _STATES = {
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti format`."""
     parser.description, parser.epilog = _FORMAT, _FORMAT_EXAMPLE
     add_paths(parser)
     parser.add_argument(
@@ -116,7 +115,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _serial(text: str) -> str:
-    """An argparse type: a serial number, which no path is taken for but a loop device's file."""
+    """An argparse type: a serial number.  Paths are refused, except those behind loop devices."""
     if ("/" in text or os.path.exists(text)) and text not in _loop_files():
         raise argparse.ArgumentTypeError(
             f"{text!r} is a path, not a serial number; put --force after the paths"
@@ -174,7 +173,6 @@ def _label(args: argparse.Namespace, serials: list[str]) -> CommandResult:
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti info`."""
     parser.description, parser.epilog = _INFO, _INFO_EXAMPLE
     add_paths(parser)
     parser.set_defaults(run=run_info)
@@ -204,7 +202,7 @@ def run_info(args: argparse.Namespace) -> CommandResult:
     newest = max((member.superblock for member in members), key=lambda s: s.generation)
     geometry, layout = newest.geometry, KVLayout.from_json(newest.layout_json)
     owners = sorted({member.owner for member in members if member.owner is not None})
-    left = [] if owners else replacement.leftovers(paths)  # else perhaps of the one that runs
+    left = [] if owners else replacement.leftovers(paths)  # an owner may be a resize that runs
     slots = len(members) * geometry.slots
     objects = _total([member.objects for member in members])
     quarantined = _total([member.quarantined for member in members])
@@ -270,8 +268,8 @@ def _read_file(path: str) -> _Member:
                 f"{path} is neither a file nor a block device; pass the path of a pool"
             )
         if stat.S_ISBLK(status.st_mode):
-            # What was written around the block layer is not in the page cache, and what a running
-            # pool keeps there stays.
+            # The page cache may be older than what was written without the block layer; what a
+            # running pool has in it stays there.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         owner = lock_owner(status)
         member = _read_member(path, partial(_read_blocks, fd), owner)

@@ -31,7 +31,6 @@ _SCHEDULERS = {
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti probe`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
         "--path",

@@ -25,7 +25,6 @@ example:
 
 
 def add_resize(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti resize`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
     parser.add_argument(
@@ -38,7 +37,6 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> CommandResult:
-    """Resizes a pool."""
     paths = existing_members(args.paths)
     say_capacity(args.capacity)
     with Progress("objects", 0) as bar:

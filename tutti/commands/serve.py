@@ -42,7 +42,7 @@ With --folder pools are created as servers ask for them; in SGLang, set the opti
 
 
 class _PoolOption(NamedTuple):
-    """How a field of StoreConfig is given; its range is checked there."""
+    """The option for a field of StoreConfig, which checks the value."""
 
     metavar: str | None
     choices: Sequence[str] | None
@@ -59,7 +59,7 @@ def _yes_or_no(text: str) -> bool:
 
 
 _DEFAULTS = StoreConfig()
-#: By field of StoreConfig, all but those of an own engine: clients move the data with theirs.
+#: By field of StoreConfig; without those of the engine, because clients have engines of their own.
 _POOL_OPTIONS: Mapping[str, _PoolOption] = {
     "verify": _PoolOption(None, VERIFY, str, "loads to verify"),
     "durability": _PoolOption(
@@ -93,7 +93,6 @@ _POOL_OPTIONS: Mapping[str, _PoolOption] = {
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti serve`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
         "paths", nargs="*", metavar="PATH", help="all members of one pool, always in the same order"
@@ -238,7 +237,7 @@ def _serve(agent: Agent, path: str) -> None:
 
 
 def _raise_files_limit() -> None:
-    """Each connection is an open file, and the usual soft limit is no more than the agent takes."""
+    """Raises the limit of open files: each connection is one, and the usual limit is too low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a connection that does not fit is logged
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

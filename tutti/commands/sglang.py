@@ -88,7 +88,6 @@ class CheckResult:
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti sglang command`."""
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
     parser.add_argument("--model", required=True, help="folder or name of the model")
     parser.add_argument(
@@ -109,7 +108,6 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti sglang doctor`."""
     parser.description, parser.epilog = _DOCTOR, _DOCTOR_EXAMPLE
     parser.add_argument(
         "--capacity", type=nbytes, default=0, help="check that this much space is free"
@@ -231,7 +229,7 @@ def _agent(path: str) -> CheckResult:
     try:
         with connect(path, profile=None) as store:
             stats = store.stats()
-    except PoolNotFound as error:  # of a layout: servers name theirs
+    except PoolNotFound as error:  # it has none or several; servers name a layout
         return CheckResult("agent", "ok", f"answers; {error}")
     except TuttiError as error:
         return CheckResult("agent", "fails", str(error))
@@ -251,7 +249,7 @@ def _storage(paths: list[str], capacity: int) -> Iterator[CheckResult]:
 def _places(paths: Sequence[str], capacity: int, elsewhere: bool = False) -> Iterator[CheckResult]:
     """Whether the paths can be used, and have room.
 
-    elsewhere: perhaps on another machine, so what would be in a missing folder is not checked.
+    elsewhere: the paths may be of another machine, so those in a missing folder are not checked.
     """
     places = [place_of(path) for path in paths]
     # Files and devices, where there are any, hold the KV pools, and folders the other pools.

@@ -39,7 +39,6 @@ _TIER_STATES = {"closed": "works", "open": "paused", "half-open": "being tried",
 
 
 def add_stat(parser: argparse.ArgumentParser) -> None:
-    """Describes `tutti stat`."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument("pool", metavar="unix:SOCKET", help="socket of an agent")
     add_pool_name(parser)
@@ -100,7 +99,7 @@ def _watch(read: Any, interval_s: float, count: int | None) -> int:
 
 
 def _nothing(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The counters at the opening."""
+    """Counters of zero, as at the opening."""
     empty = {"counts": [0] * len(stats["load_latency"]["counts"])}
     return {**dict.fromkeys(_COUNTERS, 0), "load_latency": empty, "store_latency": empty}
 
