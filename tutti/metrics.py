@@ -115,7 +115,6 @@ class StoreCollector(Collector):
         )
 
     def collect(self) -> Iterator[Any]:
-        """The metrics of all stores."""
         labels = ["pool"]
         info = InfoMetricFamily("tutti", "version and settings of a pool", labels=labels)
         up = GaugeMetricFamily("tutti_up", "1 if the pool answers", labels=labels)
@@ -177,7 +176,6 @@ class AgentCollector(Collector):
         self._agent = agent
 
     def collect(self) -> Iterator[Any]:
-        """The agent's metrics."""
         for name, value in vars(self._agent.counters).items():
             meaning = f"{name} of the agent since it started"
             yield CounterMetricFamily(f"tutti_agent_{name}", meaning, value=float(value))

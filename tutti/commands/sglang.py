@@ -140,7 +140,6 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
 
 
 def run_command(args: argparse.Namespace) -> CommandResult:
-    """Prints the launch command."""
     own = LINKER_OPTIONS if args.mode == LINKER else ()
     path = args.path[0] if len(args.path) == 1 else args.path
     options = {"path": path, "capacity": args.capacity}
@@ -206,7 +205,6 @@ def _place_text(place: Place) -> str:
 
 
 def run_doctor(args: argparse.Namespace) -> CommandResult:
-    """Checks SGLang, the path and the machine."""
     findings = list(_sglang(args.mode, args.page_size))
     is_agents = uses_agent({"path": args.path})
     findings += [_agent(args.path[0])] if is_agents else _storage(args.path, args.capacity)

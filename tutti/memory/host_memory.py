@@ -58,7 +58,6 @@ class HostMemory(Owned):
 
     @property
     def pages(self) -> int:
-        """Number of pages."""
         return self.memory.pages
 
     @property

@@ -14,7 +14,6 @@ class ImmediatePolicy:
         self.limits = limits or Limits()
 
     def decide(self, state: State) -> Decision:
-        """See Policy."""
         copy_outs, drops = overflow(state, self.limits)
         gone = {*copy_outs, *drops}
         writes = tuple(

@@ -139,7 +139,6 @@ class SlackPolicy:
         return ns * estimates.write.factor <= self._ahead_ns(estimates.write, known.can_stop)
 
     def decide(self, state: State) -> Decision:
-        """See Policy."""
         copy_outs, drops = overflow(state, self.limits) if state.writes else ((), ())
         gone = copy_outs + drops
         has_loads = state.running or state.unread

@@ -204,7 +204,7 @@ class Core(InFlight):
 
     @releases_lock
     def match(self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool) -> int:
-        """See ObjectStore.match."""
+        """See Store.match."""
         with self.lock:
             self.check_open()
             if not self.ready:
@@ -221,7 +221,7 @@ class Core(InFlight):
     def present(
         self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool
     ) -> npt.NDArray[np.bool_]:
-        """See ObjectStore.present."""
+        """See Store.present."""
         with self.lock:
             self.check_open()
             if not self.ready:
@@ -239,7 +239,7 @@ class Core(InFlight):
             return there
 
     def unpin(self, name: str | None) -> None:
-        """See ObjectStore.unpin."""
+        """See Store.unpin."""
         with self.lock:
             if name is None:
                 self.lookup_pins.clear()
@@ -287,7 +287,7 @@ class Core(InFlight):
 
     @releases_lock
     def stats(self) -> dict[str, Any]:
-        """See ObjectStore.stats."""
+        """See Store.stats."""
         engine = self.engine.stats()
         with self.lock:
             written_nbytes = self._written_nbytes()
