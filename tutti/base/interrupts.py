@@ -239,7 +239,8 @@ def _wait_for_calls() -> None:
             call.wait(deadline_s - time.monotonic())
 
 
-# What is registered last runs first: before weakref's own, which comes with its first finalizer.
+# The first finalizer makes weakref register its own function.  What is registered after it, as
+# here, runs before it.
 weakref.finalize(Latch(), id, 0)
 atexit.register(_wait_for_calls)
 os.register_at_fork(after_in_child=_running.clear)

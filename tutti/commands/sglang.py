@@ -331,7 +331,7 @@ def _place(name: str) -> CheckResult:
 
 
 def _space(paths: Sequence[str], wanted: int) -> CheckResult:
-    """Whether ``wanted`` bytes fit where these paths are, on one disk, beside other files there."""
+    """Whether ``wanted`` bytes fit on the disk of these paths, besides the other files on it."""
     stat = os.statvfs(existing_folder(paths[0]))
     free = stat.f_bavail * stat.f_frsize
     pools = [pool for name in paths for pool in (Path(name), *Path(name).glob("*/*.tutti"))]

@@ -282,7 +282,7 @@ def _read_geometry(row: Any) -> Geometry:
 
 
 def _check_layout(text: str, geometry: Geometry) -> None:
-    """The layout is what `KVLayout.to_json` writes, and says the same as the geometry."""
+    """Requires a layout as `KVLayout.to_json` writes it, which agrees with the geometry."""
     try:
         layout = KVLayout.from_json(text)
     except ConfigError as error:

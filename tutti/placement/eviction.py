@@ -29,7 +29,7 @@ def reserve_slots(slots: int) -> int:
 
 
 def expected_slots(slots: int, missed: int) -> int:
-    """For how many of the pages that a look-up missed slots are freed ahead of their put."""
+    """How many slots are freed in advance for the pages that a look-up missed."""
     return min(missed, slots // 16)
 
 

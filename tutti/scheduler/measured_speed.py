@@ -71,7 +71,7 @@ def _learn_interference(state: State, base_ns: int, took_ns: int, both_ns: int) 
 
 
 def given_up(state: State, pipe: Pipe, other: Pipe, parts: int, base_ns: int) -> None:
-    """Parts that were issued will not be reported: nothing is learnt from what flies with them."""
+    """Parts that were issued will not be reported; nothing is learnt from parts in flight then."""
     if not parts:
         return
     if other.flying:

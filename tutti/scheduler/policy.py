@@ -171,7 +171,7 @@ class SlackPolicy:
         if state.writing.flying_ns * factor > burst_ns:
             return NOTHING
         if state.reading.flying and self._takes_turns(state):
-            return NOTHING  # what flies was issued ahead; its end decides
+            return NOTHING  # reads in flight were issued ahead; their end decides
         writes = writes_for(unwritten, burst_ns / factor, gone)
         return Decision((), writes) if writes else NOTHING
 
@@ -296,7 +296,7 @@ class SlackPolicy:
         first_ns = step.layer_ns - step.layer * layer_ns - free_ns
         for load in state.running.values():
             if load.issued > load.ready and first_ns + (load.issued - 1) * layer_ns < needed_ns:
-                return -1  # what flies will be late
+                return -1  # a layer in flight will be late
             spare_ns, before_ns = self._spare_ns(load, first_ns, layer_ns, read, before_ns)
             if spare_ns < least_ns:
                 least_ns = spare_ns

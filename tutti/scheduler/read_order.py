@@ -80,9 +80,9 @@ def fill(load: Load, room_ns: float, factor: float) -> int:
 
 
 def background(state: State, window_ns: int) -> Decision:
-    """Reads of the background, where no other load may be issued and no write waits, or flies.
+    """Reads of the background, if no other load may be issued and no write waits or is in flight.
 
-    What comes meanwhile does not wait for them: they are in no pipe, and the engine issues their
+    Transfers that come later do not wait for them: they are in no pipe, and the engine issues their
     commands after all others.
     """
     factor = state.estimates.read.factor

@@ -130,7 +130,7 @@ class Governor:
         return min(goal, planned + groups * look.group_nbytes)
 
     def _free_ahead(self, look: Look) -> int:
-        """What will be free at the next look if memory goes on to fall evenly.
+        """The memory that will be free at the next look if it keeps falling evenly.
 
         Otherwise the kernel takes pages of groups that stay in the plan before it has shrunk.
         """
