@@ -151,8 +151,8 @@ class Store(ABC):
         """Returns how many of ``keys``, from the first on without a gap, are in the pool.
 
         keys: uint8 (n, 16), or a list of 16-byte strings, in the order of the chain.
-        pin: True protects these objects from eviction during the next ``pin_lookups`` look-ups.  A
-        name does so until ``unpin``, or until the next look-up that pins by that name, if sooner.
+        pin: True protects these objects from eviction during the next ``pin_lookups`` look-ups.
+        With a name, ``unpin`` of it and the next look-up that pins by it end the protection sooner.
         Objects beyond ``pin_share`` are not counted.  See StoreConfig for both limits.
         proven: counts only objects that need no verification before they are served; see ``prove``.
         Returns 0 until recovery is done.  Raises KeySizeError, PoolClosed.

@@ -105,7 +105,7 @@ LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"
 class StoreCollector(Collector):
     """Collects stores for a Prometheus registry.
 
-    stores: by the value of their label `pool`, or a function that returns the current ones so.
+    stores: by the value of their label `pool`, or a function that returns such a mapping.
     A store whose counters cannot be read has only one sample: `tutti_up` 0.
     """
 

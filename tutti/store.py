@@ -395,9 +395,9 @@ def open(
     device, or a drive such as "nvme:0000:03:00.0" (docs/vfio.md).  Devices and drives are formatted
     here only if ``tutti format --for-server`` has labelled them.  The pool's threads and memory are
     on the NUMA node of its drives, if sysfs reports the same node for all.
-    layout: the layout that the pool must have (default: any).  That of a new pool names its model,
-    see KVLayout.  capacity: total size of a new pool, in bytes or as "64GiB"; an existing pool
-    keeps its size, and a difference is logged.
+    layout: the layout that the pool must have (default: any).  A new pool needs one that names its
+    model, see KVLayout.  capacity: total size of a new pool, in bytes or as "64GiB"; an existing
+    pool keeps its size, and a difference is logged.
     verify, durability: see StoreConfig; ``config`` sets all settings instead.
     executor: "uring", "threads", "passthrough", or "auto" (io_uring unless the kernel refuses it).
     profile: the times by which puts yield to loads.  "auto" finds a profile (cached, measured in at

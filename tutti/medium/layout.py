@@ -192,7 +192,7 @@ class KVLayout:
         return replace(self, layers=1, segments=blobs, order=order)
 
     def check_model(self) -> None:
-        """Raises ConfigError if no model is named, and None is not given either."""
+        """Raises ConfigError if `model` is empty: neither a name nor None was given."""
         if self.model == "":
             raise ConfigError(
                 "the layout names no model, so pages of another model with this shape would match;"

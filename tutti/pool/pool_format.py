@@ -292,7 +292,7 @@ def _serials(names: list[str], force: Force) -> list[str]:
 
 
 def is_labelled(name: str) -> bool:
-    """Whether a device of the kernel has the label of `label`, and so no pool yet."""
+    """Whether a device of the kernel has the label that `label` writes, and so no pool yet."""
     if device_name(name) is None:
         return False
     try:

@@ -31,7 +31,7 @@ from tutti.pool.members import Members
 from tutti.pool.slot_extents import record_places
 from tutti.pool.slot_jobs import SlotJobs, SlotJobStruct
 
-#: A staging block has a record for each object of 256 MiB, within these limits.
+#: A staging block has as many records as objects fit into 256 MiB, within these limits.
 BLOCK_RECORDS_MIN, _BLOCK_RECORDS_MAX = 64, 1024
 _BLOCK_OBJECTS_NBYTES = 256 << 20
 

@@ -153,7 +153,7 @@ class Dispatcher(Owned):
         self.now_ns = (clock or SystemClock()).now_ns
         self._record = record
         self._guard = guard or Guard()  # policy, profile, recorder and launcher are the user's
-        self._lock = threading.RLock()  # not by the condition: Ctrl-C there could keep it locked
+        self._lock = threading.RLock()  # used itself: Ctrl-C in Condition.__enter__ keeps it locked
         self._changed = threading.Condition(self._lock)
         self._events: deque[Event] = deque()
         self.under_way: dict[str, int] = {}

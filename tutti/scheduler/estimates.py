@@ -34,9 +34,9 @@ _CACHE_MAX = 4096
 class Correction:
     """Measured over expected time of one kind of work.
 
-    factor: smoothed.  best: the lowest one for long.  last: the last ratio over ``best``.  slowed:
-    how many times as long as at its best a lot of work takes, as on a drive whose fast cache is
-    full; 1 without such a loss.  learns: whether measurements change it.
+    factor: smoothed.  best: the lowest ratio, which slowly rises.  last: the last ratio over
+    ``best``.  slowed: how many times as long as at its best a lot of work takes, as on a drive
+    whose fast cache is full; 1 without such a loss.  learns: whether measurements change it.
     """
 
     factor: float = 1.0

@@ -29,7 +29,7 @@ class ReadOrder:
         return self._next.get(load.name, load.issued)
 
     def add(self, load: Load, layers: int) -> int:
-        """Issues so many layers, or as many as are left or fit, in whole units.  Their number."""
+        """Issues ``layers`` layers, or as many as are left or fit, in whole units; how many."""
         first, unit = self.next_layer(load), load.unit_layers
         count = min(-(-layers // unit) * unit, load.layers - first)
         if load.ahead_nbytes and not load.running:

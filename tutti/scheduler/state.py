@@ -1,6 +1,6 @@
 """The scheduler's state and its decisions.  Events change the state in `state_changes.py`.
 
-A decision does not change either, but it is not frozen: that makes it several times as slow.
+Decisions do not change, but they are not frozen: that makes them several times as slow.
 """
 
 from __future__ import annotations

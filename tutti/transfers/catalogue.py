@@ -174,7 +174,7 @@ class Catalogue(Owned):
 
     @uninterrupted()
     def expire(self, keys: Keys, ttl_s: float | None) -> int:
-        """Has objects removed in ``ttl_s`` seconds, rounded up to 64; None: never.  How many."""
+        """Removes objects in ``ttl_s`` seconds, rounded up to 64 s, or never; returns how many."""
         expiry = expiry_of(ttl_s)
         self.expiry.watch(expiry > 0)
         return self._change(keys, expiry=expiry)
