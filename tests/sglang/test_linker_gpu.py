@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from linker_engine import FlatProfile, ahead_pages, damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
-from node.agents import running, start_process
+from node.agents import LOOKUP_S, running, start_process
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from test_linker_profile import Batch
 
 from tutti.errors import DeviceTimeout, PoolInUse, Unsupported
+from tutti.integration.sglang import identity
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.gpu_copies import Gpu, open_gpu
 from tutti.integration.sglang.direct.model_steps import STEPS
@@ -59,6 +61,9 @@ def test_pages_go_through_an_agent_and_come_back_after_it_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Staging is registered with the controller of each session in turn."""
+    # A look-up that takes longer than the default would end the session, and another one begin.
+    patient = partial(identity.connect, lookup_timeout_s=LOOKUP_S)
+    monkeypatch.setattr(identity, "connect", patient)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
     agent = start_process(path, folder)
@@ -76,7 +81,8 @@ def test_pages_go_through_an_agent_and_come_back_after_it_was_lost(
                     wait_for(lambda: store.connected and store.recovered)
                     assert store.stats()["reconnects"] == lives
                 rig.wipe()
-                assert rig.lookup(names(12)) == 10
+                # The agent proves what a kill left in the background, after its recovery.
+                wait_for(lambda: rig.lookup(names(12)) == 10)
                 assert rig.restore(names(10), target)
                 assert rig.content(target) == want
             assert store.stats()["gpu_layers"] == 3 * engine.LAYERS
