@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,9 @@ def pytest_terminal_summary(
     terminalreporter.write_line(f"seed {config.option.seed} (repeat with --seed)")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Tests with a longer limit come first: at the end of a suite one would run alone.
+    items.sort(key=limit_s, reverse=True)
     for item in items:
         folder = item.path.relative_to(config.rootpath).parts[1]
         if folder in MARKERS:
@@ -105,6 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         # Keywords also hold the names of folders, such as that of a clone.
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skipif(not cuda_devices(), reason="no CUDA device"))
+
+
+def limit_s(item: pytest.Item) -> float:
+    """The limit that a test or its module sets; 0 for the default."""
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else float(marker.args[0])
 
 
 @functools.cache
