@@ -79,7 +79,7 @@ class Server:
         command += [] if overlap else ["--disable-overlap-schedule"]
         command += arguments
         log.touch()
-        self.pid = _nursery().start(command, log, env or {})
+        self.pid = _nursery().start(command, log, {**_health_of(arguments), **(env or {})})
 
     def __enter__(self) -> Server:
         try:
@@ -259,6 +259,14 @@ class Server:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _health_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Turns off the request that /health makes, which takes a second: SGLang's warm-up has made one
+    before.  That of a prefill or decode server may fail, so there the request decides.
+    """
+    is_of_a_pair = "--disaggregation-mode" in arguments
+    return {} if is_of_a_pair else {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
 
 class _Nursery:
