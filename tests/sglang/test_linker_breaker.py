@@ -14,6 +14,7 @@ from memory_controller import Faults
 from test_linker_stress import stores_in_memory
 
 from store.pools import images_of
+from tutti.integration.sglang.direct import maintenance
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 
 #: One failure opens it; it is probed as often as the thread looks, each time for a moment.
@@ -24,13 +25,14 @@ OPTIONS: dict[str, Any] = {
     "load_timeout_s": 0.3,
     "read_ahead_share": 0.0,
 }
-#: Several looks of the thread that probes.
-PROBES_S = 2.0
+#: How often the thread looks that probes; and several looks, which a probe may make longer.
+LOOK_S, PROBES_S = 0.05, 1.0
 
 
 def rig_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *images: Any, **options: Any) -> Rig:
     """Over a medium in memory, which begins as one of the images."""
     monkeypatch.setattr(open_pools_module, "open_store", stores_in_memory([], *images))
+    monkeypatch.setattr(maintenance, "_EVERY_S", LOOK_S)
     return Rig(folder, **{**OPTIONS, **options})
 
 
