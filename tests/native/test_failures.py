@@ -13,7 +13,7 @@ from native.programs import HERE, Build
 
 from tutti.gio_uring.controller_file import uring_refusal
 
-SAMPLE = 8
+SAMPLE = 6  # three at once
 KINDS = ["allocation", "system", "interrupt", "python"]
 EXECUTORS = ["uring", "threads"]
 TIMEOUT_S = 110
