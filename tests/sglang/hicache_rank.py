@@ -1,19 +1,24 @@
-"""One of two ranks of HiCache, for test_hicache_requests.py: RANK FOLDER, and JSON on its output.
+"""Two ranks of HiCache, for test_hicache_requests.py: `hicache_rank.py FOLDER`, where each writes
+what it was answered.
 
 The ranks find each other as SGLang's do; the second one's pool cannot be opened at first, its
-`clear` fails once, and its device holds a load.
+`clear` fails once, and its device holds a load.  They are forks of a process that has imported
+SGLang for both.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import host_pools as hp
 import torch
+from server_nursery import die_with_parent
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -26,8 +31,28 @@ from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 RANKS = 2
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+def main(folder: Path) -> int:
+    """The exit code: 0 when both ranks came to their end."""
+    pids = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            code = 1
+            try:
+                live(folder, rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    return int(any(statuses))
+
+
+def live(folder: Path, rank: int) -> None:
+    """One rank."""
     meeting = f"file://{folder / 'meeting'}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     said = {
@@ -60,7 +85,7 @@ def main() -> None:
     said["update"] += [_update(scheduler, fails=bool(rank))]
     said["flush"] += [weights._around_flush(lambda _: True, scheduler)]
     storage.close()
-    print(json.dumps(said))
+    (folder / f"said{rank}.json").write_text(json.dumps(said))
     torch.distributed.barrier()
 
 
@@ -116,4 +141,4 @@ def _scheduler() -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(Path(sys.argv[1])))

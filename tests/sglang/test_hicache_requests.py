@@ -33,23 +33,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     places = [str(HERE), str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "hicache_rank.py"), str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    command = [sys.executable, str(HERE / "hicache_rank.py"), str(folder)]
+    subprocess.run(command, env=environment, check=True, timeout=_S)
+    return [json.loads((folder / f"said{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("what", "reason"), [("kv", "MiB"), ("sidecar", "--hicache-mem-layout")])
