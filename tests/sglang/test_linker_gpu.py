@@ -28,12 +28,13 @@ from tutti.integration.sglang.direct.model_steps import STEPS
 from tutti.scheduler.loads_and_writes import Phase
 
 SLOT = 3 * 2 * 4096
+ONE_QUEUE: dict[str, object] = {"has_copy_batch": False, "queues": 1}
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("ahead", [0.0, 0.5])
 @pytest.mark.parametrize(
-    "driver_options", [{}, {"has_copy_batch": False, "queues": 1}], ids=["streams", "one queue"]
+    ("kind", "ahead", "driver_options"),
+    [("mha", 0.0, {}), ("mla", 0.5, {}), ("mha", 0.5, ONE_QUEUE), ("mla", 0.0, ONE_QUEUE)],
+    ids=["mha-streams", "mla-ahead-streams", "mha-ahead-one queue", "mla-one queue"],
 )
 def test_pages_come_back_byte_for_byte(
     tmp_path: Path,
