@@ -150,7 +150,10 @@ def test_the_kernel_moves_these_bytes_alone(unit: int, programs: int, seed: int)
     assert all(np.array_equal(a, b) for a, b in zip(there, want, strict=True))
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture",
+    [*(pytest.param(f"sm_{n}", marks=pytest.mark.slow) for n in (80, 100)), "sm_90"],
+)
 def test_the_kernel_compiles_for_a_gpu_that_is_absent(architecture: str) -> None:
     for unit in (16, 4, 1):
         assert compile_for(architecture, unit)[:4] == b"\x7fELF"
