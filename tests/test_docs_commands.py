@@ -63,7 +63,8 @@ SMALL = {
     "--batch 1MiB --prefix-pages 16",
     "tutti profile": "--sizes 1MiB --slices 64KiB --repeats 1 --file-size 16MiB",
     "tutti replay": "--requests 4 --capacity 64MiB",
-    "tutti simulate": "--requests 40 --warm 0",
+    "tutti bench eviction": "--requests 40",
+    "tutti simulate": "--requests 12 --warm 0",
 }
 #: Exit codes other than 0: a server's options are missing; a bar is missed on the trace.
 CODES = {"tutti sglang doctor": 1, "tutti bench eviction": 1}
