@@ -100,8 +100,15 @@ def places() -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("place", ["generic", "block", "partition"])
-@pytest.mark.parametrize("durability", ["flush", "process"])
+@pytest.mark.parametrize(
+    ("place", "durability"),
+    [
+        ("generic", "flush"),
+        ("generic", "process"),
+        ("block", "flush"),
+        ("partition", "process"),  # which is a block device as well
+    ],
+)
 def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) -> None:
     paths = places()[place]
     for path in paths:
