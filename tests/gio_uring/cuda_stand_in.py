@@ -231,6 +231,9 @@ class StandInDriver:
 
     def close(self) -> None:
         self._stop = True
+        for queue in self._queues:
+            with queue.changed:
+                queue.changed.notify_all()
         for thread in self._threads:
             thread.join(2)
 

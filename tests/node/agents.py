@@ -12,6 +12,7 @@ from typing import Any
 
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.medium.layout import KVLayout
+from tutti.node import agent as agent_module
 from tutti.node.agent import Agent
 from tutti.node.agent_pools import AgentPools
 from tutti.node.client import NodeStore
@@ -23,6 +24,8 @@ LAYOUT = KVLayout.mha(
 )
 WAIT_S = 30.0
 LOOKUP_S = 10.0  #: on a busy machine a look-up may take more than the second of the default
+#: How long an agent of this process listens before it looks whether to end, for which tests wait.
+agent_module._SWEEP_S = 0.05
 
 
 class RunningAgent:
