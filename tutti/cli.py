@@ -197,7 +197,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             child.add_argument(
                 "--json", action="store_true", help="print one JSON object instead of tables"
             )
-            child.set_defaults(refuse=child.error)
+            child.set_defaults(parser=child)
             if name in _CONFIGURED:
                 configure(child, name.split()[0], os.environ, _CONFIGURED[name])
     return parser
@@ -274,7 +274,7 @@ def _run(argv: list[str]) -> int:
     try:
         args, unknown = build_parser(argv).parse_known_args(argv)
         if unknown:  # the error comes from the command's own parser, which knows its options
-            args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         _check_values(args)
         outcome: CommandResult = args.run(args)
         text = json.dumps(outcome.result, indent=2) if args.json else outcome.text
@@ -286,13 +286,14 @@ def _run(argv: list[str]) -> int:
 
 def _check_values(args: argparse.Namespace) -> None:
     """Refuses numbers that are negative, infinite or NaN, and empty paths, for every option."""
-    for name, given in vars(args).items():
+    for action in args.parser._actions:
+        name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
+        given = getattr(args, action.dest, None)
         for value in given if isinstance(given, list) else [given]:
-            if value == "" and name in _PLACES:
-                args.refuse(f"{name} is empty; name a file, a folder or a device")
+            if value == "" and action.dest in _PLACES:
+                args.parser.error(f"{name} is empty; pass a file, a folder or a device")
             if isinstance(value, int | float) and not 0 <= value < _NUMBER_END:
-                option = name.replace("_", "-")
-                args.refuse(f"--{option} is {value}; give a number from 0 and below 2^63")
+                args.parser.error(f"{name} is {value}; pass a number from 0 to 2^63 - 1")
 
 
 def _failure(error: BaseException) -> tuple[str, int]:

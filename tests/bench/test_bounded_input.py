@@ -17,7 +17,8 @@ RATE = Path(__file__).parents[2] / "docs" / "figures" / "tutti-fig08-leval.csv"
 @pytest.mark.parametrize("rate", ["1e30", "1e-30", "inf", "nan", "-1", "0"])
 def test_a_rate_that_no_clock_resolves(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--systems", "tutti", f"--rates={rate}"]) == USAGE
-    assert "; give a " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "; give a positive rate" in said or "; pass a number from 0" in said
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_number_that_no_option_means(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(options) == USAGE
-    assert "; give a number from 0" in capsys.readouterr().err
+    assert "; pass a number from 0" in capsys.readouterr().err
 
 
 COMMANDS = {

@@ -223,8 +223,11 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
     [
         ("profile --medium . --out .", 2, ". is a folder; name a file in it"),
         ("sglang command --model m --path . --capacity 1GiB --option timeout_s=x", 2, "a number"),
-        ("info ''", 2, "paths is empty; name a file"),
-        ("serve --socket s --folder ''", 2, "folder is empty; name a file, a folder"),
+        ("info ''", 2, "tutti: PATH is empty; pass a file"),
+        ("ls ''", 2, "tutti: POOL is empty; pass a file"),
+        ("serve --socket s --folder ''", 2, "tutti: --folder is empty; pass a file, a folder"),
+        ("serve p --socket s --timeout -1", 2, "tutti: --timeout is -1.0; pass a number from 0"),
+        ("serve p --socket s --pin-share nan", 2, "tutti: --pin-share is nan; pass a number"),
         ("bench slack --dir /nope", 2, "cannot use /nope: No such file or directory; correct"),
         ("bench residency --dir /proc", 2, "cannot use /proc: "),
         ("bench eviction --trace nope", 2, "cannot use nope: No such file or directory; correct"),
