@@ -170,23 +170,23 @@ class CudaError(TuttiError):
 
 #: Remedies for errors of system calls, by errno.
 _ADVICE = {
-    errno.ENOENT: "correct the path, or make what is missing",
+    errno.ENOENT: "correct the path, or create the missing file or folder",
     errno.ENOTDIR: "correct the path: one of its parts is not a folder",
-    errno.EISDIR: "name a file",
-    errno.EEXIST: "name another",
+    errno.EISDIR: "pass a file",
+    errno.EEXIST: "choose another name",
     errno.ELOOP: "correct the link",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EACCES: "change its permissions, or run this as its owner",
     errno.EPERM: "change its permissions, or run this as its owner",
-    errno.EROFS: "name another disk, or remount this one writable",
-    errno.ENOSPC: "free space there, or name another disk",
-    errno.EDQUOT: "free space there, or name another disk",
-    errno.EFBIG: "raise the limit (ulimit -f), or name another disk",
+    errno.EROFS: "choose another disk, or remount this one writable",
+    errno.ENOSPC: "free space on this disk, or choose another",
+    errno.EDQUOT: "free space on this disk, or choose another",
+    errno.EFBIG: "raise the limit (ulimit -f), or choose another disk",
     errno.ENOMEM: "free memory, or raise the limit (ulimit -v)",
     errno.EAGAIN: "end other work, or raise the limits (ulimit -a)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "close other programs: the system has too many open files",
-    errno.EIO: "look for the disk's errors in the kernel's log",
+    errno.EIO: "look for disk errors in the kernel log (dmesg)",
 }
 _OTHER_ADVICE = "check the path, the device and the limits (ulimit -a)"
 

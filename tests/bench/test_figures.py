@@ -345,5 +345,5 @@ def test_files_that_are_not_there_or_cannot_be_written(tmp_path: Path) -> None:
         read_csv(tmp_path / "none.csv", RATE)
     with pytest.raises(ConfigError, match="give a result"):
         run(RATE, str(tmp_path / "none.json"), "--out", str(tmp_path / "x"))
-    with pytest.raises(CapacityError, match=r"/dev/full: .*; free space there, or name another"):
+    with pytest.raises(CapacityError, match=r"/dev/full: .*; free space on this disk, or"):
         write_csv(Path("/dev/full"), checked(rows_of(ttft_result("a"), RATE, "r"), RATE, "r"), RATE)

@@ -205,7 +205,7 @@ def test_a_file_that_may_not_be_written_stays(
         with pytest.raises(CapacityError, match="Permission denied; change its permissions"):
             export.write_lines(kept, ["new"])
     assert kept.read_text() == "kept\n"
-    with pytest.raises(CapacityError, match="name a file"):
+    with pytest.raises(CapacityError, match="pass a file"):
         export.write_lines(tmp_path, ["new"])
 
 
