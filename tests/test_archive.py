@@ -85,6 +85,21 @@ def test_chains_travel(
     assert infos[keys[4].tobytes()].expires_s is None
 
 
+def test_a_time_to_live_beyond_the_files_32_bits(tmp_path: Path, seed: int) -> None:
+    """159 years are exported as 136."""
+    source, archive = str(tmp_path / "source.tutti"), str(tmp_path / "a.tkv")
+    with tutti.open(source, LAYOUT, "32MiB") as store:
+        keys, _ = stored(store, np.random.default_rng(seed))
+    first, target = keys[0].tobytes().hex(), str(tmp_path / "target.tutti")
+    assert main(["pin", source, first, "--ttl", "5000000000"]) == 0
+    assert main(["export", source, first, "--out", archive]) == 0
+    with tutti.open(target, LAYOUT, "32MiB") as store, open(archive, "rb") as file:
+        assert import_objects(store, file).stored == 1
+        (info,) = store.catalogue.objects(keys[:1])
+    assert info.expires_s is not None
+    assert 2**32 - 60 < info.expires_s <= 2**32 + 64
+
+
 def exported(tmp_path: Path, rng: np.random.Generator) -> tuple[bytes, Any, list[bytes]]:
     file = io.BytesIO()
     with tutti.open(str(tmp_path / "source.tutti"), LAYOUT, "32MiB") as store:

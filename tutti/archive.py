@@ -36,7 +36,7 @@ from tutti.transfers.catalogue import ObjectInfo
 VERSION = 1
 _MAGIC = b"TUTTIKV\n"
 _HEADER = struct.Struct("<8sIIQ")
-#: key, parent, depth, seconds to live (0: no limit).
+#: key, parent, depth, seconds to live (0: no limit; a longer time is stored as 2^32 - 1).
 _HEAD = struct.Struct(f"<{KEY_NBYTES}s{KEY_NBYTES}sII")
 _DIGEST_NBYTES = 16
 _JSON_NBYTES_MAX = 1 << 20
@@ -127,7 +127,7 @@ def _write(store: Store, infos: Sequence[ObjectInfo], file: BinaryIO) -> None:
             ticket = store.load(as_keys([info.key for info in some]), pages, memory=memory)
             ticket.wait(_TIMEOUT_S)
             for page, info in enumerate(some):
-                ttl_s = max(1, info.expires_s) if info.expires_s is not None else 0
+                ttl_s = 0 if info.expires_s is None else min(max(1, info.expires_s), 2**32 - 1)
                 head = _HEAD.pack(info.key, info.parent, info.depth, ttl_s)
                 payload = memory.read(page)
                 file.write(head + payload + _digest(head, payload))
