@@ -140,7 +140,7 @@ def test_what_comes_before_the_damage_is_stored(
     for stored, present in ((3, 0), (0, 3)):
         assert main(["import", pool, str(archive)]) == 3
         said = capsys.readouterr().err
-        assert f"{stored} are stored now, {present} were in the pool already" in said
+        assert f"{stored} were stored, {present} were in the pool already" in said
     with tutti.open(pool) as store:
         assert len(store.catalogue.keys()) == 3
 
@@ -159,7 +159,7 @@ def test_a_full_disk_and_a_foreign_file_are_named(
     assert [path.name for path in tmp_path.iterdir()] == ["pool.tutti"]
     out.write_bytes(b"other")
     assert main(["import", pool, str(out)]) == 3
-    assert f"{out} is not a file of `tutti export`" in capsys.readouterr().err
+    assert f"{out} was not written by `tutti export`" in capsys.readouterr().err
 
 
 def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int) -> None:

@@ -155,15 +155,15 @@ def import_objects(store: Store, file: BinaryIO, *, namespace: str = "") -> Impo
             if entry is None:
                 stored, present, dropped = totals.tolist()
                 raise PoolCorrupt(
-                    f"object {number} of the file is damaged or missing; of those before it"
-                    f" {stored} are stored now, {present} were in the pool already and {dropped}"
-                    " were dropped. Export the file again for the rest"
+                    f"object {number} of the file is damaged or missing. Of the objects before it,"
+                    f" {stored} were stored, {present} were in the pool already and {dropped} were"
+                    " dropped. Export the pool again for the rest"
                 )
             batch.append(entry)
         if batch:
             totals += _put(store, memory, batch, namespace)
         if file.read(1):
-            raise PoolCorrupt("the file goes on after its last object; export it again")
+            raise PoolCorrupt("the file has data after its last object; export it again")
     return ImportResult(*totals.tolist())
 
 
@@ -190,8 +190,8 @@ def _read_header(layout: KVLayout, file: BinaryIO) -> int:
     """The number of objects.  Raises PoolMismatch or PoolCorrupt."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        name = getattr(file, "name", "this")
-        raise PoolMismatch(f"{name} is not a file of `tutti export`; name another")
+        name = getattr(file, "name", "the file")
+        raise PoolMismatch(f"{name} was not written by `tutti export`; pass another file")
     _, version, nbytes, digest = _HEADER.unpack(header)
     if version != VERSION:
         raise PoolMismatch(

@@ -105,7 +105,7 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that describe one page of KV."""
     group = parser.add_argument_group(
-        "layout of a page", "name a model, or give the dimensions that one rank holds"
+        "layout of a page", "pass a model, or the dimensions that one rank stores"
     )
     group.add_argument(
         "--model",
@@ -148,7 +148,7 @@ def layout_of(args: argparse.Namespace) -> KVLayout:
     """The layout that the arguments describe.  Raises ConfigError for too few or too many."""
     shape = _shape_of(args)
     if args.any_model == (args.model is not None):
-        raise ConfigError("pass --model NAME, or --any-model where pages of all models may match")
+        raise ConfigError("pass --model NAME, or --any-model so that pages of any model match")
     return replace(shape, model=args.model, weights=args.weights)
 
 
@@ -164,7 +164,7 @@ def _shape_of(args: argparse.Namespace) -> KVLayout:
         if found is not None:
             return found
     if args.layers is None:
-        known = "no model" if args.model is None else f"{args.model!r} has no config.json here"
+        known = f"no config.json found for {args.model!r}" if args.model else "no model is named"
         raise ConfigError(
             f"{known}; pass --model as a folder, a name in Hugging Face's local cache, or one of"
             f" {', '.join(sorted(MODELS))}; or pass --layers with --kv-heads and"

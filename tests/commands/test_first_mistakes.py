@@ -184,7 +184,7 @@ def test_a_model_that_is_not_local(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", "--model=org/some-model")
-    assert "has no config.json here; pass --model as a folder" in said
+    assert "no config.json found for 'org/some-model'; pass --model as a folder" in said
 
 
 def test_a_user_without_a_home_folder(
@@ -197,7 +197,7 @@ def test_a_user_without_a_home_folder(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     said = sentence(capsys, "format", tmp_path / "p", "--capacity=1GiB", "--model=org/some-model")
-    assert "has no config.json here; pass --model as a folder" in said
+    assert "no config.json found for 'org/some-model'; pass --model as a folder" in said
 
 
 @pytest.mark.parametrize(
