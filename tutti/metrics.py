@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tutti import __version__
-from tutti.errors import ConfigError, TuttiError, Unsupported, system_message
+from tutti.errors import ConfigError, TuttiError, Unsupported
 from tutti.store_numbers import DRIVES, NUMBERS, drive_numbers, numbers
 
 if TYPE_CHECKING:
@@ -191,16 +191,15 @@ def published(address: str, *collectors: Collector) -> Iterator[None]:
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"{address!r} is not an address; give HOST:PORT, or a PORT of 127.0.0.1")
+        raise ConfigError(f"{address!r} is not an address; pass HOST:PORT, or PORT for 127.0.0.1")
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)
     try:
         server, thread = start_http_server(int(port), host or "127.0.0.1", registry)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics cannot be served at {address}: {system_message(error)}; choose another port"
-        ) from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host has this form
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot serve metrics at {address}: {why}; choose another") from error
     try:
         yield
     finally:

@@ -119,6 +119,22 @@ def test_an_agent_of_files_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
         assert said == "tutti: pass either PATH... or --folder DIR, not both"
 
 
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("192.0.2.1", "Cannot assign requested address"),  # no machine has it
+        ("no..host", "'idna' codec"),
+    ],
+)
+def test_metrics_at_an_address_of_no_machine(
+    host: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", f"--folder={tmp_path}", f"--socket={tmp_path}/s", f"--metrics={host}:9100"]
+    said = sentence(capsys, *words, code=2)
+    assert said.startswith(f"tutti: cannot serve metrics at {host}:9100: ") and why in said
+    assert said.endswith("; choose another")
+
+
 def test_the_socket_of_an_agent_in_place_of_a_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

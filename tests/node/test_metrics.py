@@ -236,7 +236,7 @@ def test_a_port_in_use_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match="choose another port"),
+            pytest.raises(ConfigError, match="Address already in use; choose another"),
             published(f"127.0.0.1:{port}"),
         ):
             pass
