@@ -51,7 +51,7 @@ POOLS: Mapping[str, tuple[str, str, str]] = {
     "space_waits": ("counter", "space_waits", "batches of puts that waited for evicted slots"),
     "early_evictions": ("counter", "evicted_too_early", "objects stored again after eviction"),
     "expired_objects": ("counter", "expired", "objects removed at the end of their time to live"),
-    "quarantined_objects": ("counter", "quarantined", "slots taken out of use"),
+    "quarantined_objects": ("counter", "quarantined", "damaged objects whose slots are out of use"),
     "bubble_seconds": ("counter", "bubble_s", "time that layers waited for their loads"),
     "read_bytes": ("counter", "bytes_read", "bytes read from the medium"),
     "written_bytes": ("counter", "bytes_written", "bytes written to the medium: its wear"),
@@ -60,43 +60,43 @@ POOLS: Mapping[str, tuple[str, str, str]] = {
     "lost_pages": ("counter", "lost_pages", "pages of a client's puts that got no answer"),
     "capacity_objects": ("gauge", "capacity_objects", "objects that fit into the pool"),
     "free_objects": ("gauge", "free_objects", "slots that are free"),
-    "write_budget_bytes": ("gauge", "write_budget_nbytes", "bytes a day that puts may write"),
-    "missing_members": ("gauge", "missing_members", "members that a degraded pool lacks"),
+    "write_budget_bytes": ("gauge", "write_budget_nbytes", "bytes per day that puts may write"),
+    "missing_members": ("gauge", "missing_members", "missing members of a degraded pool"),
     "pinned_objects": ("gauge", "pinned_objects", "objects that an operator pinned"),
 }
 #: Of namespaces with a quota: (key of one, type, meaning).
 NAMESPACES: Mapping[str, tuple[str, Any, str]] = {
     "bytes": ("used_nbytes", GaugeMetricFamily, "bytes of a namespace's objects"),
-    "quota_bytes": ("quota_nbytes", GaugeMetricFamily, "bytes that they may have, if limited"),
-    "write_budget_bytes": ("write_budget", GaugeMetricFamily, "bytes a day for it, if limited"),
+    "quota_bytes": ("quota_nbytes", GaugeMetricFamily, "quota of a namespace in bytes, if any"),
+    "write_budget_bytes": ("write_budget", GaugeMetricFamily, "its write budget in bytes per day"),
     "written_bytes": ("written_nbytes", CounterMetricFamily, "bytes written for a namespace"),
     "evicted_objects": ("evicted", CounterMetricFamily, "objects evicted for its own quota"),
-    "over_quota_pages": ("over_quota", CounterMetricFamily, "pages dropped for want of quota"),
+    "over_quota_pages": ("over_quota", CounterMetricFamily, "pages dropped because of its quota"),
     "over_budget_pages": ("over_budget", CounterMetricFamily, "pages beyond its daily budget"),
 }
 #: Of a second tier: (key of ``stats()["remote"]``, meaning).
 REMOTE: Mapping[str, tuple[str, str]] = {
-    "missed_pages": ("missed", "pages that look-ups wanted of the second tier"),
-    "fetched_pages": ("fetched", "pages that came from it into the pool"),
+    "missed_pages": ("missed", "pages that look-ups asked the second tier for"),
+    "fetched_pages": ("fetched", "pages that were fetched from it into the pool"),
     "absent_pages": ("absent", "pages that it did not have or that had expired"),
     "failed_pages": ("fetch_failed", "pages that it had and could not deliver"),
     "corrupt_pages": ("corrupt", "pages whose digest was wrong"),
-    "late_pages": ("late", "pages whose turn came after the deadline"),
+    "late_pages": ("late", "pages that were not fetched because their deadline had passed"),
     "over_budget_pages": ("over_budget", "pages beyond what one look-up may fetch"),
-    "not_stored_pages": ("not_stored", "pages that came and found no space in the pool"),
-    "fetch_dropped_pages": ("fetch_dropped", "pages of chains that a full queue dropped"),
-    "fetch_refused_pages": ("fetch_refused", "pages not asked for after failures"),
-    "offered_pages": ("offered", "pages of the pool that were to be copied to it"),
-    "there_pages": ("there", "of the offered pages, those that it had already"),
+    "not_stored_pages": ("not_stored", "fetched pages that found no space in the pool"),
+    "fetch_dropped_pages": ("fetch_dropped", "pages not fetched because the queue was full"),
+    "fetch_refused_pages": ("fetch_refused", "pages not fetched after failures"),
+    "offered_pages": ("offered", "pages of the pool to be copied to it"),
+    "there_pages": ("there", "of the offered pages, those that it already had"),
     "replicated_pages": ("replicated", "of the offered pages, those that were copied to it"),
-    "replicate_failed_pages": ("replicate_failed", "of the offered pages, those it did not take"),
-    "not_copied_pages": ("not_copied", "of the offered pages, those gone or not readable here"),
-    "dropped_pages": ("dropped", "of the offered pages, those that a full queue dropped"),
+    "replicate_failed_pages": ("replicate_failed", "of the offered pages, those it did not accept"),
+    "not_copied_pages": ("not_copied", "of the offered pages, those gone or unreadable"),
+    "dropped_pages": ("dropped", "of the offered pages, those that the full queue dropped"),
     "refused_pages": ("refused", "of the offered pages, those not copied after failures"),
     "removed_pages": ("removed", "pages deleted in the pool and removed from it"),
     "remove_failed_pages": ("remove_failed", "pages deleted in the pool that may still be in it"),
-    "failures": ("failures", "calls of it that failed, whole or in part"),
-    "local_failures": ("local_failures", "its work that failed by the pool or this machine"),
+    "failures": ("failures", "calls of the second tier that failed, fully or partly"),
+    "local_failures": ("local_failures", "its work that failed because of the pool or the machine"),
     "fetch_waits": ("fetch_waits", "times that a fetch waited for local loads"),
 }
 LATENCIES: Mapping[str, str] = {"load": "load_latency", "store": "store_latency"}
@@ -210,7 +210,7 @@ def published(address: str, *collectors: Collector) -> Iterator[None]:
 
 def _second_tiers(remotes: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
     for name, calls in (("state", "fetches"), ("write_state", "copies")):
-        meaning = f"1 for the state of {calls} of the second tier"
+        meaning = f"breaker of {calls} of the second tier: 1 for its current state"
         state = GaugeMetricFamily(f"tutti_remote_{name}", meaning, labels=["pool", "state"])
         for pool, remote in remotes.items():
             state.add_metric([pool, remote[name]], 1.0)
