@@ -89,6 +89,17 @@ def test_an_interval_shows_what_happened_in_it(
     assert last == "2 intervals"
 
 
+def test_intervals_as_json_are_one_object(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent.connect().close()  # which makes the pool
+    words = ["stat", f"unix:{agent.path}", "--watch", "0.1", "--count", "2", "--json"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"intervals": 2}
+    assert "load p99" in said.err, "the lines go there"
+
+
 def test_a_restart_of_the_agent_is_an_interval_from_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from tutti.arguments import above_zero, positive
 from tutti.base.histogram import BOUNDS_S, quantile_s
@@ -19,7 +20,7 @@ from tutti.node.connect import AGENT, connect
 
 _DESCRIPTION = """\
 Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, prints
-one line per interval for one pool, until Ctrl-C."""
+one line per interval for one pool, until Ctrl-C; with --json on stderr. "away": no answer came."""
 _EXAMPLE = """\
 example:
   tutti stat unix:/run/user/1000/tutti.sock --watch 5
@@ -52,13 +53,13 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
 def stat(args: argparse.Namespace) -> CommandResult:
     """Shows totals, or intervals."""
     if not args.pool.startswith(AGENT):
-        raise ConfigError(f"{args.pool} is not the socket of an agent; give unix:SOCKET")
+        raise ConfigError(f"{args.pool} is not the socket of an agent; pass unix:SOCKET")
     if args.count is not None and args.watch is None:
-        raise ConfigError("--count needs --watch; give the length of an interval")
+        raise ConfigError("--count needs --watch; pass the length of an interval")
     if args.watch is None:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
     with connect(args.pool, pool=args.name, profile=None) as store:
-        lines = _watch(store.stats, args.watch, args.count)
+        lines = _watch(store.stats, args.watch, args.count, sys.stderr if args.json else sys.stdout)
     return CommandResult({"intervals": lines}, f"{lines} intervals")
 
 
@@ -85,13 +86,13 @@ def _totals(path: str, name: str) -> CommandResult:
     return CommandResult(stats, facts(lines))
 
 
-def _watch(read: Any, interval_s: float, count: int | None) -> int:
-    print(_line(_HEADINGS), flush=True)
+def _watch(read: Any, interval_s: float, count: int | None, stream: TextIO) -> int:
+    print(_line(_HEADINGS), file=stream, flush=True)
     before, before_s, lines = read(), time.monotonic(), 0
     while count is None or lines < count:
         time.sleep(interval_s)
         now, now_s = read(), time.monotonic()
-        print(_line(_row(before, now, now_s - before_s)), flush=True)
+        print(_line(_row(before, now, now_s - before_s)), file=stream, flush=True)
         lines += 1
         if now["connected"]:
             before, before_s = now, now_s
