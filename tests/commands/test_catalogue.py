@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,21 @@ def test_chains_are_listed_pinned_and_removed(
             assert main(["ls", pool]) != 0, "a part of a pool"
         if where == "agent":
             assert main(["ls", pool, "--member", str(tmp_path / "other")]) == 2
+
+
+def test_an_expired_object_that_is_still_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Objects are removed a moment after their time is over."""
+    pool = str(tmp_path / "pool.tutti")
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        store.allocate_memory(1)
+        store.put(some_keys(np.random.default_rng(seed), 1), [0], ttl_s=60).wait(30)
+    late = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
+    monkeypatch.setattr("tutti.transfers.catalogue.time", late)
+    assert main(["ls", pool]) == 0
+    shown = capsys.readouterr().out
+    assert "expires" in shown and shown.rstrip().endswith("  0 s"), shown
 
 
 def test_the_followers_of_a_key_that_is_not_there_stay(

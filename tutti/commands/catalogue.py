@@ -230,7 +230,7 @@ def _row(chain: list[ObjectInfo], page_size: int, names: Mapping[int, str]) -> t
         f"{max(info.age_s for info in chain)} s",
         sum(info.hits for info in chain),
         sum(info.pinned for info in chain),
-        f"{min(expiries)} s" if expiries else "never",
+        f"{max(0, min(expiries))} s" if expiries else "never",  # below 0: removed in a moment
         ", ".join(sorted({_namespace(info.tenant, names) for info in chain} - {""})),
     )
 
