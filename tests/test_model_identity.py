@@ -63,9 +63,9 @@ def test_the_model_of_the_command_line_is_stored(
     with pytest.raises(PoolMismatch):
         tutti.open(own, replace(UNNAMED, model="other"))
     assert cli.main(["format", str(free), "--capacity", "64MiB", "--any-model", *SHAPE]) == 0
-    assert "every model" in str(info(free, capsys)["warning"])
+    assert "any model" in str(info(free, capsys)["warning"])
     assert cli.main(["info", str(free)]) == 0
-    assert "warning: none is named" in capsys.readouterr().out
+    assert "warning: no model is named" in capsys.readouterr().out
     with tutti.open(free, replace(UNNAMED, model=None)) as store:
         assert store.layout.model is None
     for words in ([], ["--model", "a", "--any-model"], ["--model", "unknown"]):

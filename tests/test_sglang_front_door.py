@@ -317,7 +317,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_start(
     path = str(tmp_path / "pools")
     arguments = ["sglang", "command", "--model", "m", "--path", path, "--capacity", "900TiB"]
     assert main(arguments) == 3
-    assert "give less, or another --path" in capsys.readouterr().err
+    assert "pass less, or another --path" in capsys.readouterr().err
     layout = layout_of(SHAPE, IDENTITY, ParallelRank())
     options = parse_options({"path": path, "capacity": "900TiB"}, HICACHE)
     with pytest.raises(CapacityError):

@@ -100,6 +100,7 @@ def test_chains_are_listed_pinned_and_removed(
             assert main(["ls", pool]) != 0, "a part of a pool"
         if where == "agent":
             assert main(["ls", pool, "--member", str(tmp_path / "other")]) == 2
+            assert "--member is only for closed pools" in capsys.readouterr().err
 
 
 def test_an_expired_object_that_is_still_there(
@@ -199,3 +200,4 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
         assert run(capsys, "stat", socket, "--pool", one)["evicted"] == 0
         assert main(["ls", socket, "--pool", "nonsense"]) != 0
     assert main(["ls", str(tmp_path / "pool.tutti"), "--pool", one]) == 2
+    assert "pool.tutti is not one; remove it" in capsys.readouterr().err

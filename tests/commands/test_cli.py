@@ -444,7 +444,7 @@ def test_demo_works_twice_and_cleans_up(
     assert run("demo", "--dir", folder, "--quick") == 0
     said = capsys.readouterr().out
     assert re.search(r"Tutti loads [\d.]+ times and stores [\d.]+ times as fast as a file", said)
-    assert "every byte was right" in said
+    assert "every byte was correct" in said
     assert "kept this machine busy (load 900.0" in said
     lines = [line for line in said.splitlines() if str(folder) not in line]
     assert max(map(len, lines)) <= 120

@@ -114,9 +114,11 @@ def test_a_file_that_is_not_a_pool(
 
 
 def test_an_agent_of_files_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for given in ([], ["p.tutti", f"--folder={tmp_path}"]):
-        said = sentence(capsys, "serve", f"--socket={tmp_path}/s", *given, code=2)
-        assert said == "tutti: pass either PATH... or --folder DIR, not both"
+    words = ["serve", f"--socket={tmp_path}/s"]
+    said = sentence(capsys, *words, "p.tutti", f"--folder={tmp_path}", code=2)
+    assert said == "tutti: pass either PATH... or --folder DIR, not both"
+    said = sentence(capsys, *words, code=2)
+    assert said == "tutti: nothing to serve; pass PATH... or --folder DIR"
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_simulation(
         ("simulate --workload mooncake --data .", 2, "cannot use .: not a regular file; "),
         ("simulate --calibration nope", 2, "cannot use nope: No such file or directory; correct"),
         ("bench workload --workload leval --data .", 2, "no .jsonl of any task below "),
-        ("demo --dir nope/inside", 2, "nope is not a folder; make it, or pass another --dir"),
+        ("demo --dir nope/inside", 2, "nope is not a folder; create it, or pass another --dir"),
     ],
 )
 def test_what_makes_no_sense_is_said_at_once(

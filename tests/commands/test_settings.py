@@ -74,7 +74,7 @@ def test_arguments_win_over_the_environment_and_that_over_the_file(
         ('[sglang]\npth = "x"', "unknown key 'pth' in [sglang]: did you mean 'path'?"),
         ('[sglang]\nmode = "both"', "setting mode = 'both'"),
         ("[sglang]\npage-size = 0", "setting page-size = '0'"),
-        ("[sglang]\npath = []", "setting path = []: give at least one value"),
+        ("[sglang]\npath = []", "setting path = []: pass at least one value"),
         ("sglang = 1", "write [sglang]"),
         ("not toml", "is not TOML"),
     ],
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUTTI_CONFIG", "/no/such.toml")
-    assert "name a TOML file" in printed(capsys)[1]
+    assert "set it to a TOML file" in printed(capsys)[1]
 
 
 def test_the_agents_folder_comes_from_the_file(config: Path) -> None:

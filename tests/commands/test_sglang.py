@@ -78,7 +78,7 @@ def test_a_pool_is_room_for_itself(
     words = ["--path", str(tmp_path / "pool"), str(tmp_path / "folder")]
     assert cli.main([*COMMAND[:-1], "--capacity=8MiB", *words]) == 0
     assert cli.main([*COMMAND[:-1], "--capacity=1GiB", *words]) == 3
-    assert "--capacity needs 1 GiB here; give less" in capsys.readouterr().err
+    assert "--capacity needs 1 GiB of it; pass less" in capsys.readouterr().err
     assert cli.main([*COMMAND[:-1], "--capacity=8MiB", *words[:1], words[2]]) == 3
 
 

@@ -66,11 +66,11 @@ def add_pool_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
-    key = "32 hexadecimal digits, as ls shows; one that is not in the pool makes the exit code 1"
+    key = "32 hexadecimal digits, as `tutti ls` shows; the exit code is 1 if one is not in the pool"
     parser.add_argument("keys", nargs="*", metavar="KEY", help=key)
     parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
     parser.add_argument(
-        "--tokens", metavar="FILE", help="pages of the prompt whose token ids this file has"
+        "--tokens", metavar="FILE", help="file of token ids: selects the pages of this prompt"
     )
     parser.add_argument(
         "--chain", action="store_true", help="include all pages that follow in the same chains"
@@ -128,7 +128,7 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult])
     several = args.pool.startswith(AGENT) and not args.name
     names = pools(args.pool) if several else [args.name]
     if not names:
-        text = "the agent has no pools yet; it makes one when a client connects with a layout"
+        text = "the agent has no pools yet; it creates one when a client connects with a layout"
         return CommandResult({"pools": {}}, text)
     if len(names) < 2:
         return show(args.name)
@@ -185,7 +185,7 @@ def export(args: argparse.Namespace) -> CommandResult:
     part = Path(f"{args.out}.part")
     with _chosen(args) as (store, keys):
         if Path(args.out).exists():
-            raise ConfigError(f"{args.out} exists; name another file, or remove it first")
+            raise ConfigError(f"{args.out} exists; pass another file, or remove it first")
         try:
             # Prompts can be recovered from KV, so the file is the user's own, as a pool is.
             with os.fdopen(os.open(part, _NEW, 0o600), "wb") as file:
@@ -254,7 +254,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
     """
     if not args.keys and args.namespace is None and args.tokens is None:
         raise ConfigError(
-            "no objects are named; give keys as `tutti ls` shows them, --namespace, or --tokens"
+            "no objects are named; pass keys as `tutti ls` shows them, --namespace, or --tokens"
         )
     keys = list(dict.fromkeys(_key(text) for text in args.keys))
     with _opened(args, args.name) as store:
@@ -315,16 +315,16 @@ def _key(text: str) -> bytes:
     with suppress(ValueError):
         if len(key := bytes.fromhex(text)) == KEY_NBYTES:
             return key
-    raise KeySizeError(f"{text!r} is not a key; give 32 hexadecimal digits")
+    raise KeySizeError(f"{text!r} is not a key; pass 32 hexadecimal digits")
 
 
 @contextmanager
 def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
     is_agent = args.pool.startswith(AGENT)
     if name and not is_agent:
-        raise ConfigError(f"--pool chooses among an agent's pools, and {args.pool} is a file")
+        raise ConfigError(f"--pool is only for agents, but {args.pool} is not one; remove it")
     if args.members and is_agent:
-        raise ConfigError("--member names a part of a closed pool; an agent has its pools whole")
+        raise ConfigError("--member is only for closed pools; remove it for an agent")
     store: Store = (
         connect(args.pool, pool=name, profile=None)
         if is_agent

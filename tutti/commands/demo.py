@@ -61,7 +61,7 @@ _QUICK = _Size(4, 1, 128 * MiB, 100, launches=1)
 def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument(
-        "--dir", default=".tutti-demo", help="folder for pools and results, made if missing"
+        "--dir", default=".tutti-demo", help="folder for pools and results, created if missing"
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds with small pools")
     parser.set_defaults(run=run_demo)
@@ -71,7 +71,7 @@ def run_demo(args: argparse.Namespace) -> CommandResult:
     """Measures, replays, cleans up, and keeps the results."""
     folder = Path(args.dir)
     if not folder.parent.is_dir():
-        raise ConfigError(f"{folder.parent} is not a folder; make it, or pass another --dir")
+        raise ConfigError(f"{folder.parent} is not a folder; create it, or pass another --dir")
     try:
         folder.mkdir(exist_ok=True)
     except FileExistsError as error:
@@ -111,7 +111,7 @@ def _affordable(folder: Path, sizes: list[_Size]) -> _Size:
         if size.needs_nbytes * _DISK_SHARE <= free_nbytes:
             return size
     raise CapacityError(
-        f"{folder} has {format_nbytes(free_nbytes)} free, the demo wants "
+        f"{folder} has {format_nbytes(free_nbytes)} free, but the demo needs "
         f"{format_nbytes(sizes[-1].needs_nbytes * _DISK_SHARE)}; pass another --dir"
     )
 
@@ -145,7 +145,7 @@ def _sentences(cell: dict[str, Any], replayed: dict[str, Any]) -> str:
     ratio = {phase: mine / files for phase, (mine, files, *_) in speeds.items()}
     mine_ms, files_ms = (peers[name]["exists"]["median_ms"] for name in ("store", "file-per-page"))
     loaded = sum(run["loaded_pages"] for run in replayed["runs"])
-    verdict = f"{replayed['wrong']} WERE WRONG" if replayed["wrong"] else "every byte was right"
+    verdict = f"{replayed['wrong']} WERE WRONG" if replayed["wrong"] else "every byte was correct"
     return (
         f"On this disk Tutti loads {ratio['load']:.1f} times and stores {ratio['store']:.1f} times "
         f"as fast as a file per page,\nand looks up a prompt of {peers['store']['exists']['pages']}"

@@ -92,7 +92,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for-server",
         action="store_true",
-        help="label devices for SGLang, which then makes its own pools on them; makes no pool now",
+        help="label devices for SGLang, which then creates its own pools on them; creates none now",
     )
     add_layout(parser)
     parser.add_argument(
@@ -138,7 +138,7 @@ def run_format(args: argparse.Namespace) -> CommandResult:
     if args.for_server:
         return _label(args, serials)
     if args.capacity is None:
-        raise ConfigError("a pool has a size; pass --capacity, or --for-server for devices")
+        raise ConfigError("--capacity is missing; pass it, or --for-server to label devices")
     layout = layout_of(args)
     check_exist(list(filter(is_device, args.paths)))
     say_capacity(args.capacity)
@@ -357,7 +357,7 @@ def _geometry_numbers(geometry: Geometry, layout: KVLayout, members: int) -> dic
 def _model_warning(layout: KVLayout) -> str | None:
     if layout.model:
         return None
-    return "warning: none is named, so pages of every model with this shape match"
+    return "warning: no model is named, so pages of any model with this shape match"
 
 
 def _layout_facts(layout: KVLayout) -> list[tuple[str, object]]:

@@ -61,7 +61,7 @@ def _yes_or_no(text: str) -> bool:
 _DEFAULTS = StoreConfig()
 #: By field of StoreConfig; without those of the engine, because clients have engines of their own.
 _POOL_OPTIONS: Mapping[str, _PoolOption] = {
-    "verify": _PoolOption(None, VERIFY, str, "loads to verify"),
+    "verify": _PoolOption(None, VERIFY, str, "which loads to verify"),
     "durability": _PoolOption(
         None, DURABILITY, str, "stored pages survive a crash of the process, or also a power loss"
     ),
@@ -155,8 +155,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> CommandResult:
     """Serves until a signal."""
     socket_path("--socket", args.socket)
-    if bool(args.paths) == (args.folder is not None):
+    if args.paths and args.folder is not None:
         raise ConfigError("pass either PATH... or --folder DIR, not both")
+    if not args.paths and args.folder is None:
+        raise ConfigError("nothing to serve; pass PATH... or --folder DIR")
     if args.capacity:
         say_capacity(args.capacity)
     pools = AgentPools(
@@ -222,7 +224,7 @@ def _shown(field: str) -> str:
 def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tuple[Quota, ...]:
     nbytes, written = dict(sizes), dict(budgets)
     if len(nbytes) < len(sizes) or len(written) < len(budgets):
-        raise ConfigError("a namespace has two quotas of one kind; give each once")
+        raise ConfigError("a namespace is given twice with --quota or --write-quota; pass it once")
     return tuple(Quota(name, nbytes.get(name), written.get(name)) for name in {**nbytes, **written})
 
 

@@ -40,7 +40,7 @@ def configure(
             parts = value if isinstance(value, list) else str(value).split(",")
             parts = [part for part in map(str.strip, map(str, parts)) if part]
             if action.nargs == "+" and not parts:
-                raise ConfigError(f"setting {name} = {value!r}: give at least one value")
+                raise ConfigError(f"setting {name} = {value!r}: pass at least one value")
             action.default = [_checked(parser, action, name, part) for part in parts]
         else:
             action.default = _checked(parser, action, name, str(value))
@@ -71,7 +71,7 @@ def _table(path: Path, table: str) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{CONFIG}={path}: {error.strerror}; name a TOML file") from error
+        raise ConfigError(f"{CONFIG}={path}: {error.strerror}; set it to a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{CONFIG}={path} is not TOML: {error}") from error
     found = document.get(table, {})

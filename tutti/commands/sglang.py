@@ -264,7 +264,7 @@ def _places(paths: Sequence[str], capacity: int, elsewhere: bool = False) -> Ite
         yield _space([place.path for place in on_disk], wanted)
         folders = [place.path for place in on_disk if place.kind is PlaceKind.FOLDER]
         if len(folders) > 1:
-            text = f"{' and '.join(folders)} are on one file system; name one of them"
+            text = f"{' and '.join(folders)} are on one file system; pass only one of them"
             yield CheckResult("path", "slow", text)
 
 
@@ -272,8 +272,8 @@ def _check(arguments: list[str]) -> tuple[bool, str]:
     """Whether the installed SGLang takes the arguments.  Raises ConfigError when it refuses."""
     version = installed_version()
     if version.split("+")[0] not in VERSIONS:
-        found = f"SGLang {version} is" if version else "no SGLang is"
-        return False, f"not checked: {found} installed here, Tutti works with {VERSIONS[0]}"
+        found = f"SGLang {version} is installed" if version else "SGLang is not installed"
+        return False, f"not checked: {found} on this machine; Tutti supports SGLang {VERSIONS[0]}"
     try:
         refusal = refused_arguments(arguments)
     except Exception as error:  # an incomplete installation fails in many ways
@@ -339,8 +339,8 @@ def _space(paths: Sequence[str], wanted: int) -> CheckResult:
     text = f"{', '.join(paths)}: {format_nbytes(free)} free"
     if wanted <= free + used:
         return CheckResult("space", "ok", text)
-    text += f" and {format_nbytes(used)} in pools, --capacity needs {format_nbytes(wanted)} here"
-    return CheckResult("space", "fails", f"{text}; give less, or another --path")
+    text += f" and {format_nbytes(used)} in pools; --capacity needs {format_nbytes(wanted)} of it"
+    return CheckResult("space", "fails", f"{text}; pass less, or another --path")
 
 
 def _device(place: Place) -> CheckResult:
