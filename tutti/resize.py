@@ -76,7 +76,7 @@ class _Spool(NamedTuple):
             old, generation, devices, new = path.stem.removeprefix(_SPOOL).split("-")
             return cls(path, old, int(generation), int(devices), new)
         except ValueError:
-            raise ConfigError(f"{path} is not named as a resize names it; move it away") from None
+            raise ConfigError(f"`tutti resize` did not create {path}; move it away") from None
 
     def named(self, **changes: Any) -> _Spool:
         """Renames the file after these changes of its parts."""
@@ -119,12 +119,12 @@ def resize(
     if are_drives(names) or any(device_name(name) is not None for name in names):
         if through is None:
             raise Unsupported(
-                "a pool on devices is resized through a file, as no copy fits beside it; add"
-                " --through FOLDER, on another drive with room for its objects"
+                "a pool on devices is resized by way of a file; add --through FOLDER, a folder on"
+                " another drive with enough space for the objects"
             )
         return _resize_devices(names, parse_nbytes(capacity), Path(through), executor, progress)
     if through is not None:
-        raise ConfigError("files are resized without another folder; leave --through out")
+        raise ConfigError("--through is only for pools on devices; remove it")
     names = [resolve(name) for name in names]  # otherwise a file would replace a symbolic link
     replacement.finish(names)
     news = replacement.beside(names)
@@ -158,14 +158,13 @@ def _resize_devices(
     spools = list(folder.glob(f"{_SPOOL}*.tutti"))
     if len(spools) > 1:
         files = ", ".join(map(str, spools))
-        raise ConfigError(f"{files}: objects of several pools; move those of the others away")
+        raise ConfigError(f"{files} belong to several pools; move those of other pools away")
     lost = Resized(0, 0, 0)
     if spools:
         spool = _Spool.of(spools[0])
         if spool.devices != len(names):
             raise ConfigError(
-                f"{spool.path} has the objects of a pool on {spool.devices} devices; give all of"
-                " them"
+                f"{spool.path} has objects of a pool on {spool.devices} devices; pass all of them"
             )
     else:
         spool, lost = _spool(names, capacity, folder, executor, progress)
@@ -187,8 +186,7 @@ def _resize_devices(
     ):
         if target.geometry.groups != _planned(target, names, capacity).groups:
             raise ConfigError(
-                "the devices were formatted by a call with another capacity, which was"
-                " interrupted; give that one again"
+                "an interrupted resize formatted the devices for another capacity; pass that again"
             )
         for store in (source, target):
             store.wait_recovered()
@@ -245,9 +243,9 @@ def _check_unused(names: list[str], spool: _Spool, executor: str) -> None:
         old.wait_recovered()
         if objects := len(old.catalogue.keys_by_use()):
             raise PoolExists(
-                f"the pool has {objects} objects, because it was used after a resize that was"
-                f" interrupted; {spool.path} has those of before: move it away (it is a pool to"
-                " export from), then resize again"
+                f"the pool has {objects} objects, because it was used after an interrupted resize;"
+                f" {spool.path} is a pool with the earlier objects: move it to another folder, then"
+                " resize again"
             )
 
 
@@ -269,8 +267,8 @@ def _generations(names: Sequence[str], spool: _Spool) -> dict[str, int]:
                 is_empty = generation == 1
             if uuid not in (spool.old, spool.new or spool.old) and not is_empty:
                 raise PoolExists(
-                    f"{name} holds other data than the pool whose objects are in {spool.path}; give"
-                    " the devices of that pool or another folder, or erase it if it is one of them"
+                    f"{name} does not hold the pool whose objects are in {spool.path}; pass that"
+                    " pool's devices, or another folder, or erase it if it is one of the devices"
                 )
             found[uuid] = max(generation, found.get(uuid, 0))
     return found
@@ -314,8 +312,8 @@ def _wanted(old: ObjectStore, room: int) -> Keys:
     pins = {info.key for info in old.catalogue.objects(keys) if info.pinned}
     if len(pins) > room:
         raise CapacityError(
-            f"{len(pins)} objects are pinned, the new pool takes {room}: give it more capacity, or"
-            " unpin some"
+            f"{len(pins)} objects are pinned, but only {room} fit into the new pool: pass a larger"
+            " capacity, or unpin some"
         )
     is_pinned = np.array([key.tobytes() in pins for key in keys], np.bool_)
     others = np.flatnonzero(~is_pinned)

@@ -13,7 +13,7 @@ from tutti.resize import resize
 _DESCRIPTION = """\
 Changes the size of a closed pool. Objects are verified and copied to new files, which then replace
 the old ones; until then the disk needs room for both. Objects of a pool on devices are copied to a
-file in the folder --through, and back when the devices are deallocated and formatted anew. Pins,
+file in the folder --through, and back when the devices are deallocated and formatted again. Pins,
 expiries and the order of use are preserved. A smaller pool keeps pinned objects and, of the others,
 those used most recently.
 
@@ -31,7 +31,7 @@ def add_resize(parser: argparse.ArgumentParser) -> None:
         "--capacity", type=nbytes, required=True, metavar="SIZE", help="new total size of the pool"
     )
     parser.add_argument(
-        "--through", metavar="FOLDER", help="of a pool on devices: where its objects are meanwhile"
+        "--through", metavar="FOLDER", help="for devices: folder for a temporary copy of the pool"
     )
     parser.set_defaults(run=run)
 
