@@ -162,6 +162,23 @@ def test_a_flipped_payload_byte(pool: tuple[str, Geometry], make: Callable[[str]
     assert_holds(path, others(3))
 
 
+@pytest.mark.parametrize("make", [str, crashed])
+def test_the_command_does_not_call_reused_slots_quarantined(
+    pool: tuple[str, Geometry], make: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an unclean close the slot of a damaged object is free again."""
+    path = make(pool[0])
+    flip_payload(path, pool[1], KEYS[3])
+    assert cli.main(["fsck", path]) == 1
+    assert "run again with --repair to remove the damaged objects" in capsys.readouterr().out
+    assert cli.main(["fsck", path, "--repair"]) == 0
+    said = capsys.readouterr().out
+    assert "Repaired: 1 removed, 0 already missing, 0 intact in another copy." in said
+    assert "1 quarantined" not in said
+    assert cli.main(["info", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quarantined"] == int(make is str)
+
+
 def test_a_flipped_record_byte(pool: tuple[str, Geometry]) -> None:
     path, geometry = pool
     slot = flip_record(path, geometry, KEYS[5])

@@ -2,7 +2,8 @@
 
 The check reads superblocks, snapshots and slot tables, then every object whose record has digests,
 and compares them slice by slice. Repair opens the pool as usual and loads the damaged objects,
-which quarantines them. It quarantines those without digests itself. Then all of them are misses.
+which removes them: their slots are quarantined, or free again after an unclean close. It
+quarantines those without digests itself. Then all of them are misses.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class FsckReport:
 class RepairReport:
     """What became of damaged objects: the first four numbers add up to all of them.
 
-    quarantined: will not be served again.  gone: were no longer in the pool.  sound: another copy
-    of the same key is intact and was kept.  left: could not be quarantined.  given_up: lost
+    quarantined: were removed, see above.  gone: were no longer in the pool.  sound: another copy
+    of the same key is intact and was kept.  left: could not be removed.  given_up: lost
     records (FsckReport.lost), whose objects are unknown: they are misses.  found_again:
     findings of a second check, which reads superblocks, snapshots and records but no objects.
     """
@@ -180,7 +181,7 @@ def check(
 
 
 def repair(paths: Sequence[str], report: FsckReport, progress: ProgressFactory) -> RepairReport:
-    """Opens the pool, which rewrites superblocks and snapshots, and quarantines the damaged objects
+    """Opens the pool, which rewrites superblocks and snapshots, and removes the damaged objects
     of a report.  Raises what `store.open` raises.
     """
     counts = dict.fromkeys(("quarantined", "gone", "sound", "left"), 0)
@@ -269,7 +270,7 @@ class _Tables:
                 for part in self._scan_member(member, bar.advance)
             ]
         if self._top > COUNTER_MAX - _SEQUENCES_LEFT_MIN:
-            message = f"sequence number {self._top} leaves no room for puts; format the pool anew"
+            message = f"sequence number {self._top} is too high for puts; format the pool again"
             report.add(Finding("counter", 0, message))
         entries = np.concatenate(parts)
         report.objects += entries.size  # besides those whose record is damaged
@@ -324,8 +325,8 @@ class _Tables:
         lost = described.entries - found
         self._report.lost += lost
         message = (
-            f"{lost} of the {described.entries} records it was closed with are torn, overwritten or"
-            " unreadable, and its snapshot no longer names them"
+            f"{lost} of the {described.entries} records that this member had when it was closed are"
+            " torn, overwritten or unreadable, and its snapshot is damaged: their keys are unknown"
         )
         self._report.add(Finding("lost", member, message))
 
@@ -359,7 +360,7 @@ class _Tables:
                 Finding(
                     "record",
                     member,
-                    "the slot's record is damaged or another object's",
+                    "the slot's record is damaged or belongs to another object",
                     int(entry["slot"]),
                     entry["key"].tobytes().hex(),
                 )
@@ -465,7 +466,9 @@ class _Verifier:
         block = self._table.reserve(self._timeout_s)
         job = self._table.read(block, batch.slots, timeout_s=self._timeout_s)
         if not job.wait_released(self._timeout_s):
-            raise DeviceTimeout(f"no slot table within {self._timeout_s:g} s; check the device")
+            raise DeviceTimeout(
+                f"the slot table was not read within {self._timeout_s:g} s; check the device"
+            )
         verdict = self._table.check(
             block,
             batch.slots,
@@ -488,7 +491,7 @@ class _Verifier:
         layers = tuple(np.flatnonzero(differs).tolist())
         if not layers:
             return Finding("record", member, "the slot's record cannot be read", slot, key)
-        message = f"{len(layers)} of {differs.size} slices are not what was stored"
+        message = f"{len(layers)} of {differs.size} slices differ from their digests"
         return Finding("payload", member, message, slot, key, layers)
 
     def _split(self, slot: np.int64) -> tuple[Rows, Rows]:

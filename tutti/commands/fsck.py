@@ -21,9 +21,9 @@ _DESCRIPTION = """\
 Verifies every object of a closed pool against the digests in its record. Nothing is written without
 --repair or --reuse-quarantined.
 
---repair quarantines damaged objects: they become misses, and the server recomputes them. It also
-rewrites superblocks and snapshots, and drops and counts lost records. --reuse-quarantined frees the
-slots that earlier damage took out of use."""
+--repair removes damaged objects: they become misses, and the server recomputes them. Their slots
+are quarantined (not used again), or free after an unclean close. It also rewrites superblocks and
+snapshots, and drops and counts lost records. --reuse-quarantined frees quarantined slots."""
 _EXAMPLE = """\
 example:
   tutti fsck pool.tutti
@@ -37,11 +37,11 @@ The exit code is 1 when unrepaired damage remains."""
 def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
-    parser.add_argument("--repair", action="store_true", help="quarantine damaged objects")
+    parser.add_argument("--repair", action="store_true", help="remove damaged objects")
     parser.add_argument(
         "--reuse-quarantined",
         action="store_true",
-        help="free the slots that earlier damage took out of use",
+        help="free the slots that are out of use because of earlier damage",
     )
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="verify only N objects drawn at random"
@@ -125,19 +125,16 @@ def _verdict(report: FsckReport, repaired: RepairReport | None) -> str:
     if report.sound:
         return "The pool is sound."
     if repaired is None:
-        return "The pool is damaged; run again with --repair to quarantine the damaged objects."
+        return "The pool is damaged; run again with --repair to remove the damaged objects."
     done = (
-        f"{repaired.quarantined} quarantined, {repaired.gone} gone before, {repaired.sound} sound"
+        f"{repaired.quarantined} removed, {repaired.gone} already missing, {repaired.sound} intact"
         " in another copy"
     )
     if repaired.given_up:
         records = "record" if repaired.given_up == 1 else "records"
         done += f"; {repaired.given_up} lost {records} dropped: their objects are gone"
     if repaired.left:
-        return f"Repaired in part: {done}; {repaired.left} could not be quarantined."
+        return f"Repaired in part: {done}; {repaired.left} could not be removed."
     if repaired.found_again:
-        return (
-            f"Repaired in part: {done}; {repaired.found_again} of the findings are still there."
-            " Format the pool anew."
-        )
+        return f"Repaired in part: {done}; {repaired.found_again} findings remain. Format the pool."
     return f"Repaired: {done}."
