@@ -1,4 +1,4 @@
-"""Parts of chains of keys."""
+"""Splits chains of keys into parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tutti.base.arrays import Keys
 
 
 def split(keys: Keys, most: int) -> list[Keys]:
-    """Parts to get.  Those at the end are small, as the last one lands while no other is read.
+    """Splits keys into parts of at most ``most``; each is half of what is left, or a third of most.
 
-    Not below a third of the most, as each get has a cost of its own.
+    The last parts are smaller because nothing else is read while the last one is stored.  They are
+    not smaller still because each get has a fixed cost.
     """
     parts, least = [], -(-most // 3)
     while len(keys):
@@ -24,7 +25,7 @@ def split(keys: Keys, most: int) -> list[Keys]:
 
 
 def take(parts: deque[Keys], most: int) -> Keys:
-    """The first of parts, or so many of its keys: the others stay."""
+    """Removes and returns the first part, or only the first ``most`` keys of it."""
     keys = parts.popleft()
     if len(keys) > most:
         parts.appendleft(keys[most:])
@@ -32,6 +33,6 @@ def take(parts: deque[Keys], most: int) -> Keys:
 
 
 def prefix(keys: Keys, good: npt.NDArray[np.bool_]) -> Keys:
-    """Keys before the first that is not good."""
+    """Keys before the first whose ``good`` is False."""
     wrong = np.flatnonzero(~good)
     return keys[: wrong[0]] if wrong.size else keys

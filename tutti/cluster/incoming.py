@@ -1,4 +1,4 @@
-"""Puts of values that a remote store has read into staging memory."""
+"""Stores values in the pool that a remote store has read into staging memory."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tutti.transfers.put_request import PutRequest
 
 
 class Read(NamedTuple):
-    """Keys that are read, or were, to pages of one part of the staging memory."""
+    """A read of keys (n, 16) into pages (n,) of one part of the staging memory, ended or not."""
 
     keys: Keys
     pages: U32
     part: int
 
     def first(self, n: int) -> Read:
-        """The same for the first keys."""
+        """The part of the read that concerns its first ``n`` keys."""
         return Read(self.keys[:n], self.pages[:n], self.part)
 
 
 def usable(read: Read, staging: Staging) -> Read:
-    """Verified pages up to the first that has expired or is of another version."""
+    """The verified pages before the first that has expired or is of another version."""
     heads = staging.trailers[read.pages]
     lasts = (heads["expiry"] == 0) | (heads["expiry"] > time.time() / EXPIRY_UNIT_S)
     return read.first(len(prefix(read.keys, lasts & (heads["version"] == VERSION))))
 
 
 def puts(read: Read, staging: Staging, most: int) -> Iterator[PutRequest]:
-    """Requests that store verified pages, so many at most, each of one namespace and expiry."""
+    """Requests that store verified pages: ``most`` per request, of one namespace and expiry."""
     heads = staging.trailers[read.pages]
     kinds = heads[["tenant", "expiry"]]
     ends = {len(kinds), *range(0, len(kinds), most)}

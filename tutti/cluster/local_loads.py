@@ -1,4 +1,4 @@
-"""Loads of a pool, which come before the work of its second tier."""
+"""Gives a pool's own loads precedence over the work of its second tier."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from tutti.transfers.loader import Loader
 
-_PAUSE_S = 0.005  # loads that follow one another leave less between them
+_PAUSE_S = 0.005  # longer than the gaps between loads of one request
 
 
 class LocalLoads:
-    """Waits for pauses between the loads of a pool.  For one thread.
+    """Waits for pauses between the loads of a pool.  Not thread-safe.
 
-    patience_s: the longest wait, so that fetches go on beside loads without a pause.
-    waited: called for each wait.  stopping: whether to wait no longer.
+    patience_s: the longest wait, so that fetches proceed even if loads never pause.
+    waited: called once per wait.  stopping: returns True to end a wait early.
     """
 
     def __init__(
@@ -26,22 +26,22 @@ class LocalLoads:
     ) -> None:
         self._loader, self._patience_s = loader, patience_s
         self._waited, self._stopping = waited, stopping
-        self._seen, self._seen_s = (0, 0), 0.0  # loads that began, that ended; the last change
+        self._seen, self._seen_s = (0, 0), 0.0  # loads (begun, ended), their last change
 
     def near(self) -> bool:
         """Whether a load is under way, or was a moment ago."""
-        ended, begun = self._loader.ended, self._loader.begun  # in this order: loads go on
+        ended, begun = self._loader.ended, self._loader.begun  # this order: ended <= begun
         now_s = time.monotonic()
         if (begun, ended) != self._seen:
             self._seen, self._seen_s = (begun, ended), now_s
         return begun > ended or now_s < self._seen_s + _PAUSE_S
 
     def wait_for_pause(self, deadline_s: float) -> bool:
-        """Whether there is a pause now, after the longest wait or at the deadline at the latest."""
+        """Waits for a pause, up to ``patience_s`` or the deadline; returns whether there is one."""
         if not self.near():
             return True
         end_s = min(deadline_s, time.monotonic() + self._patience_s)
-        time.sleep(_PAUSE_S)  # it may have ended long ago
+        time.sleep(_PAUSE_S)  # the last load may have ended long ago, noticed only now
         if self.near():
             self._waited()
         while self.near():

@@ -62,14 +62,14 @@ class MooncakeStore:
         return [{0: ValueStatus.DONE, **refused}.get(code, ValueStatus.FAILED) for code in codes]
 
     def remove(self, names: Sequence[str]) -> list[ValueStatus]:
-        """See RemoteStore; also what Mooncake has leased to readers."""
+        """See RemoteStore; removes values even while Mooncake has leased them to readers."""
         gone = {0: ValueStatus.DONE, _NOT_FOUND: ValueStatus.ABSENT}
         codes = self._store.batch_remove(list(names), force=True)
         return [gone.get(code, ValueStatus.FAILED) for code in codes]
 
 
 def _own_address(master: str) -> str:
-    """The address of this machine that the master's network sees."""
+    """This machine's address on the route to the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master.rpartition(":")[0], _PORT))
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Reads objects of a pool into staging memory, with the trailers that their copies have."""
+"""Reads objects of a pool into staging memory and adds the trailers of their remote copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READ_S = 0.5
 
 
 class Outgoing:
-    """settle: waits until a call is True: the pages may be overwritten."""
+    """settle: waits until its argument returns True; the pages may be overwritten then."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Outgoing:
         self._store, self._staging, self._settle = store, staging, settle
 
     def read(self, keys: Keys) -> Keys:
-        """Those that may be copied, in the order of the first staging pages, where they are now.
+        """Reads keys that may be copied into staging pages 0, 1, ...; returns them in this order.
 
-        None if one of these could not be read.
+        Keys that are gone, have expired or have no digests are left out.  Empty if a read failed.
         """
         found = self._store.catalogue.described(keys)
         found = [
@@ -56,11 +56,11 @@ class Outgoing:
         with self._store._core.lock:
             slots = index.find(own)
             same = index.sequence(slots) == [record["sequence"] for _, record in found]
-        # An object that was stored anew meanwhile may have other bytes than its record told.
+        # An object that was replaced meanwhile may have other bytes than its record describes.
         return own if same.all() and (slots != MISSING).all() else own[:0]
 
     def _load(self, keys: Keys) -> bool:
-        """Loads objects into the first staging pages; whether all were right."""
+        """Loads objects into the first staging pages; returns whether all arrived and verified."""
         pages = np.arange(len(keys), dtype=np.uint32)
         try:
             ticket = self._store.load(keys, pages, memory=self._staging, ahead=True)

@@ -9,12 +9,12 @@ _KEYS_MAX = 1 << 17
 
 
 class RecentKeys:
-    """Keys that are remembered for ``ttl_s``, the newest so many of them."""
+    """Keys that are remembered for ``ttl_s`` seconds: the newest 131,072."""
 
     def __init__(self, ttl_s: float, now_s: Callable[[], float]) -> None:
         self._ttl_s = ttl_s
         self._now_s = now_s
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()  # the next to end first
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()  # in order of expiry
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Remembers keys from now on."""
@@ -35,7 +35,7 @@ class RecentKeys:
             self._until_s.pop(key, None)
 
     def __len__(self) -> int:
-        """At most so many are remembered."""
+        """Number of keys, including expired ones that were not dropped yet."""
         return len(self._until_s)
 
     def __contains__(self, key: bytes) -> bool:

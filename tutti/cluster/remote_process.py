@@ -45,10 +45,10 @@ class StagingInUse(DeviceTimeout):
 
 
 class Staging(HostMemory):
-    """Pages in the order of the medium, each followed by its trailer, that a worker can map.
+    """Memory shared with a worker: pages laid out as on the medium, each followed by its trailer.
 
-    stats: what the registered memory adds to the store's own.  Raises CapacityError.
-    trailers: of all pages: the fields of HEAD, and the digests of the slices.
+    stats: returns what this memory adds to the store's statistics.  Raises CapacityError.
+    trailers: (pages,), the fields of HEAD and the digests (layers,) of the slices.
     """
 
     def __init__(self, layout: KVLayout, pages: int, stats: Callable[[], dict[str, Any]]) -> None:
@@ -83,14 +83,14 @@ class Staging(HostMemory):
         return self._stats()
 
     def close_fd(self) -> None:
-        """No worker will be started any more."""
+        """Closes the descriptor of the memory; no worker can be started afterwards."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def name_prefix(config: RemoteConfig, layout: KVLayout) -> str:
-    """What the names of all values of a layout begin with; the key follows in hex."""
+    """The common start of the names of a layout's values; the key in hex follows."""
     return f"tutti/{VERSION}/{config.namespace}/{layout.fingerprint.hex()}/"
 
 
@@ -117,19 +117,21 @@ class RemoteProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._calls = 0
-        self._asked: deque[tuple[int, int]] = deque()  # number and keys of requests
+        self._asked: deque[tuple[int, int]] = deque()  # (number, keys) of each open request
         self.starts = 0
 
     def connect(self) -> None:
         """Starts the worker unless it runs.
 
-        Raises RemoteFailed, after ``connect_s`` at most for each tenant, and for all others.
+        Raises RemoteFailed, after ``connect_s`` at most per store: of each tenant, and of the rest.
         """
         if self._process is None:
             self._start()
 
     def call(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> Any:
-        """The Answer to each key (n,) uint8.  Raises RemoteFailed, after ``timeout_s`` at most.
+        """A ValueStatus per key, (n,) uint8.  Raises RemoteFailed.
+
+        timeout_s: of the send and of the answer each; the start of a worker takes its own time.
 
         A worker that failed or did not answer is killed: nothing writes to the pages afterwards.
         """
@@ -137,7 +139,7 @@ class RemoteProcess:
         return self.answer(timeout_s)
 
     def ask(self, op: int, keys: Keys, pages: U32 | None, timeout_s: float) -> None:
-        """Sends a request; see ``call``.  ``answer`` has the answers in the order of requests."""
+        """Sends a request; see ``call``.  ``answer`` returns answers in the order of requests."""
         self.connect()
         raw = b"" if pages is None else pages.astype("<u4").tobytes()
         self._calls = self._calls % _CALLS_MAX + 1
@@ -157,7 +159,8 @@ class RemoteProcess:
         return np.frombuffer(reply, np.uint8)
 
     def abandon(self) -> None:
-        """Nothing that was asked writes to the pages any more.  Raises StagingInUse."""
+        """Kills the worker if requests are open: none writes to pages then.  Raises StagingInUse
+        when it cannot be ended."""
         if self._asked:
             self.kill()
 

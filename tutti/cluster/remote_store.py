@@ -2,7 +2,7 @@
 
     mooncake://HOST:PORT?replica_num=2&namespace=prod
 
-The store runs in a process of its own (worker.py): a hang or a crash in it costs that process.
+The store runs in a process of its own (worker.py), so that its crash or hang spares the agent.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tutti.errors import ConfigError
 from tutti.medium.slot_record import tenant_of
 
 REPLICATE = ("second", "first", "off")
-TENANTS_MAX = 16  # each is a client of Mooncake, and a call for each look-up that misses
+TENANTS_MAX = 16  # each costs a Mooncake client, and a call per look-up that misses
 
 #: Options of Mooncake by its own names.
 OPTIONS = frozenset(
     ("protocol", "metadata_server", "local_hostname", "device_name", "replica_num", "tenant_id")
 )
-#: Options of the tier: the field of RemoteConfig, and how to read it.
+#: Options of the tier: the field of RemoteConfig, and the function that parses it.
 _SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "namespace": ("namespace", str),
     "replicate": ("replicate", str),
@@ -41,7 +41,7 @@ _SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 
 
 class ValueStatus(IntEnum):
-    """What became of one value."""
+    """The result of an operation for one value."""
 
     DONE = 0
     ABSENT = 1
@@ -50,9 +50,9 @@ class ValueStatus(IntEnum):
 
 
 class RemoteStore(Protocol):
-    """A store of the cluster, made with its options and the (address, nbytes) of its buffers.
+    """A store of the cluster, made by ``factory(options, address, nbytes)`` of its memory.
 
-    Names and addresses are one per value.  A method that raises has failed for all of them.
+    Names and addresses: one per value.  A method that raises has failed for all values.
     """
 
     def exists(self, names: Sequence[str]) -> list[ValueStatus]:
@@ -62,9 +62,9 @@ class RemoteStore(Protocol):
         """Reads values of ``nbytes`` each to addresses."""
 
     def put(self, names: Sequence[str], addresses: Sequence[int], nbytes: int) -> list[ValueStatus]:
-        """Stores values of ``nbytes`` each from addresses; those that are there may stay.
+        """Stores values of ``nbytes`` each from addresses; existing values may stay unchanged.
 
-        ABSENT for what a tenant may not store.
+        ABSENT for values that the tenant may not store, for example beyond its quota.
         """
 
     def remove(self, names: Sequence[str]) -> list[ValueStatus]:
@@ -73,20 +73,20 @@ class RemoteStore(Protocol):
 
 @dataclass(frozen=True)
 class RemoteConfig:
-    """A second tier.
+    """Configuration of a second tier.
 
-    factory: "module:class" of a RemoteStore.  options: its own.  namespace: part of every key.
+    factory: "module:class" of a RemoteStore.  options: passed to it.
+    namespace: part of the name of every value.
     replicate: pages to copy to the remote store: when they are used for the second time ("second":
     loaded, or offered again), as soon as they are stored ("first"), or none ("off").
-    timeout_s: how long a call of the remote store may take, and how old a chain may be when its
-    next call begins.
-    connect_s: how long its process may take to start, and then the client of each tenant.
-    client_ttl_s: how long a key that failed is not asked for; Mooncake's own name and meaning.
-    failures_max: calls that fail in a row before none is made for ``client_ttl_s``.
-    queue_nbytes: pages that wait for replication.  prefetch_nbytes: pages that one look-up may
-    fetch.  staging_nbytes: memory for both.
-    tenants: namespaces of the pool whose pages go to the tenant of the same name, made with it as
-    the option tenant_id; pages of the others go to the tenant_id of ``options``.
+    timeout_s: limit of one call; a fetch that old makes no further call.
+    connect_s: limit for the start of its process, and again for the client of each tenant.
+    client_ttl_s: for how long a key that failed is not tried again; Mooncake's name for it.
+    failures_max: failures in a row after which no call is made for ``client_ttl_s``.
+    queue_nbytes: limit of pages that wait for replication.  prefetch_nbytes: limit of pages
+    fetched for one look-up.  staging_nbytes: memory that both copy through.
+    tenants: namespaces whose pages go to the tenant of the same name (its tenant_id); pages of
+    other namespaces go to the tenant_id of ``options``.
     """
 
     factory: str
@@ -137,7 +137,7 @@ class RemoteConfig:
             known[number] = name
 
     def check(self, verify: str) -> None:
-        """Whether pages of a pool may be copied that verifies its loads so; or ConfigError."""
+        """Raises ConfigError if pages of a pool with this ``verify`` may not be copied."""
         if verify != "always" and self.replicate != "off":
             raise ConfigError(
                 f"a second tier copies pages only once they are verified, and verify is {verify!r};"
@@ -146,7 +146,7 @@ class RemoteConfig:
 
     @classmethod
     def parse(cls, url: str) -> RemoteConfig:
-        """What ``--remote`` names.  Raises ConfigError."""
+        """Parses the URL of ``--remote``.  Raises ConfigError."""
         try:
             parts = urlsplit(url)
             port = parts.port

@@ -1,7 +1,7 @@
 """The second tier of one pool: copies its pages to a remote store, and fetches what look-ups miss.
 
 One thread does both, away from look-ups, puts and loads, which only append to its queues.  Fetched
-pages are verified, stored in the pool as any put, and found by the next look-up.
+pages are verified, stored in the pool by a normal put, and found by the next look-up.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _log = logging.getLogger(__name__)
 
 _CHAINS_MAX = 256
 _LOOK_S = 0.5
-_REPLICATED_S = 300.0  # the remote store may have evicted a page since
-#: Of the staging memory, fewer if its pages are few: one that the pool stores, and those that are
-#: asked for meanwhile.  Several, so that the remote store has a next get whenever it ends one; and
-#: small ones, as the pool has nothing to store before the first has arrived.
+_REPLICATED_S = 300.0  # then checked again: the remote store may have evicted the page
+#: Parts of the staging memory (fewer if it has few pages): the pool stores one while the others are
+#: read.  Several, so that the remote store always has a next get; and small, because the pool can
+#: store nothing before the first has arrived.
 _PARTS, _PARTS_MIN = 4, 3
-#: Beside local loads: one put of fetched pages; what is fetched at once while loads leave no pause;
-#: and the part of the timeout that a get and a put each wait for one.
+#: While local loads run: limit of one put of fetched pages; limit of one get if loads do not pause;
+#: and the fraction of the timeout for which a get, and a put, waits for a pause.
 _PUT_NBYTES, _BESIDE_NBYTES, _PATIENCE = 8 << 20, 1 << 20, 0.1
 _OFF = "off"
-_DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: by this machine
+_DONE, _REFUSED, _FAILED, _BROKEN = "done", "refused", "failed", "broken"  # broken: local fault
 _REMOVED_S = 60.0  # a fetch that was under way is over by then
 _REMOVALS_MAX = 1 << 17  # keys
 _Wait = Callable[[float], bool]
 
-#: What became of pages that were offered to be copied.
+#: Outcomes of pages that were offered for replication.
 COPIED = ("there", "replicated", "replicate_failed", "not_copied", "dropped", "refused")
 #: What ``stats()["remote"]`` counts; pages unless the name says otherwise.
 COUNTERS = (
@@ -102,7 +102,7 @@ class Tier:
         self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
         self._removed = RecentKeys(_REMOVED_S, time.monotonic)
         self._outgoing = Outgoing(store, self._staging, self._settle_read)
-        # What may still touch each part of the staging memory, until its call is True; a put.
+        # What still uses each part of staging, until its call returns True; and its put, if any.
         self._in_use: list[list[tuple[_Wait, _Landing | None]]] = [[] for _ in range(parts)]
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()
@@ -131,7 +131,7 @@ class Tier:
         The first 2,048 are fetched; a later look-up asks for the next.
         """
         if not self._store.recovered:
-            return  # they may be there
+            return  # recovery may still find them
         keys = keys[:KEYS_MAX].copy()
         first = keys[0].tobytes()
         with self._changed:
@@ -149,7 +149,7 @@ class Tier:
             self._changed.notify()
 
     def used(self, keys: Keys, *, first: bool = False) -> None:
-        """Keys (n, 16) in the pool were used: for the first time, stored, or again."""
+        """Keys (n, 16) in the pool were used.  first: they were just stored."""
         replicate = self._config.replicate
         if replicate == "off" or (first and replicate != "first") or not len(keys):
             return
@@ -210,7 +210,7 @@ class Tier:
             }
 
     def close(self) -> None:
-        """Ends the tier before the store closes; what waits is dropped."""
+        """Ends the tier before the store closes; queued work is dropped."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -237,7 +237,7 @@ class Tier:
             self._is_off = True
 
     def _pause(self, error: StagingInUse) -> None:
-        """Off for a while, after a fault of this machine."""
+        """Turns the tier off for ``client_ttl_s``, after a fault of this machine."""
         with self._changed:
             if not self._is_off and not self._stopping:
                 _log.warning("the second tier is off until that is over: %s", error)
@@ -246,8 +246,8 @@ class Tier:
             self._changed.wait_for(lambda: self._stopping, self._config.client_ttl_s)
 
     def _step(self) -> None:
-        """Removes what waits for that; then fetches one chain, or replicates a few pages, in turns
-        where both wait.
+        """Carries out removals; then fetches one chain or replicates a few pages, alternately if
+        both wait.
         """
         if self._is_off:
             self._remote.kill()
@@ -304,7 +304,7 @@ class Tier:
             self._count("remove_failed", left)
 
     def _attempt(self, breaker: Breaker, work: Callable[[], None], keys: Keys) -> str:
-        """Works with keys unless its breaker is open; how that ended."""
+        """Runs ``work`` on keys unless the breaker is open; returns how it ended."""
         failures, self._answered = self._counts["failures"], False
         if breaker.state == "open":
             return _REFUSED
@@ -316,7 +316,7 @@ class Tier:
             return _DONE
         except (StagingInUse, PoolClosed):
             raise
-        except Exception as error:  # of this work alone: the tier goes on
+        except Exception as error:  # fails this work only: the tier goes on
             known, remote = isinstance(error, TuttiError), isinstance(error, RemoteFailed)
             if not self._stopping:
                 _log.warning("the second tier failed: %s", error, exc_info=not known)
@@ -324,7 +324,7 @@ class Tier:
             return _FAILED if remote else _BROKEN
 
     def _fail(self, keys: Any, breaker: Breaker | None) -> None:
-        """Calls, or keys of one, have failed; without a breaker by a fault of this machine."""
+        """A call, or some keys of it, failed.  breaker: None for a fault of this machine."""
         if breaker is not None:
             breaker.failure()
         self._count("local_failures" if breaker is None else "failures", 1)
@@ -377,7 +377,7 @@ class Tier:
                     self._ask(parts, reads, free, work.deadline_s)
                 self._put(come, work.deadline_s)
                 if not is_whole:
-                    break  # nothing is stored behind a hole
+                    break  # nothing is stored after a gap in the chain
         finally:
             try:
                 self._remote.abandon()
@@ -387,8 +387,8 @@ class Tier:
     def _ask(
         self, parts: deque[Keys], reads: deque[Read], free: Iterator[int], deadline_s: float
     ) -> deque[Read]:
-        """Begins to read parts, while there is staging memory for them, and adds them to reads.
-        Beside local loads one at a time: what was asked for cannot be stopped.
+        """Requests parts while staging memory is free for them, and adds them to reads.
+        One at a time while local loads run, because a request cannot be recalled.
         """
         while parts and len(reads) < len(self._in_use) - 1 and not (reads and self._local.near()):
             most = self._part if self._local.wait_for_pause(deadline_s) else self._beside
@@ -407,7 +407,7 @@ class Tier:
         return reads
 
     def _come(self, read: Read) -> Read:
-        """What a read brought, up to the first page that is wrong, not usable or was deleted."""
+        """Waits for a read; returns it up to the first page that is wrong, unusable or deleted."""
         answers = self._remote.answer(self._config.timeout_s)
         self._answered = True
         for answer, name in enumerate(("absent", "fetch_failed", "corrupt"), ValueStatus.ABSENT):
@@ -424,7 +424,7 @@ class Tier:
         return come
 
     def _put(self, read: Read, deadline_s: float) -> None:
-        """Stores verified staging pages in the pool, beside local loads a few at a time."""
+        """Stores verified staging pages in the pool; a few at a time while local loads run."""
         self._settle()  # one at a time, so that a load waits for few writes
         most = self._part if self._local.wait_for_pause(deadline_s) else self._at_once
         for number, request in enumerate(puts(read, self._staging, most)):
@@ -449,7 +449,7 @@ class Tier:
                 self._landed(*landing)
 
     def _landed(self, keys: Keys, put: PutTicket) -> None:
-        """A put of fetched pages is over."""
+        """Accounts for a put of fetched pages that has ended."""
         is_stored = put.outcome == Outcome.STORED
         landed = int(np.count_nonzero(is_stored | (put.outcome == Outcome.PRESENT)))
         self._count("fetched", landed)
@@ -475,7 +475,7 @@ class Tier:
         self._copied("replicated", int(np.count_nonzero(done)))
         self._copied("replicate_failed", int(np.count_nonzero(~done)))
         self._remember(self._failed, own[~done])
-        failed = answers == ValueStatus.FAILED  # the others: a tenant's quota is no fault
+        failed = answers == ValueStatus.FAILED  # ABSENT, as beyond a tenant's quota, is no failure
         if failed.any():
             self._fail(own[failed], self._writes)
 
@@ -485,7 +485,7 @@ class Tier:
         self._settle(0)
 
     def _not_there(self, keys: Keys) -> Keys:
-        """Without those that are in the pool by now."""
+        """The keys that are still not in the pool."""
         core = self._store._core
         with core.lock:
             missing: npt.NDArray[np.bool_] = core.index.find(keys) == MISSING

@@ -1,4 +1,4 @@
-"""Tenants of a remote store: which of them a page goes to, and which of them has it."""
+"""Routes the pages of a pool to the tenants of a remote store, and finds them there."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tutti.cluster.remote_store import RemoteStore, ValueStatus
 
-OTHERS = 0  # the number of no namespace: the tenant of all that have none of their own
+OTHERS = 0  # not the number of a namespace: stands for all without a tenant of their own
 
 
 class TenantStores:
-    """The stores of tenants by the numbers of their namespaces; look-ups ask in that order.
+    """The stores of tenants, by namespace number; ``exists`` asks them in that order.
 
-    Names do not depend on namespaces, so ``get`` reads each where the last look-up found it.
+    Names do not contain the namespace: ``get`` reads a value where the last ``exists`` found it.
     """
 
     def __init__(self, stores: Mapping[int, RemoteStore]) -> None:
         self._stores = stores
-        self._found: dict[str, int] = {}  # by the last look-up, without those of OTHERS
+        self._found: dict[str, int] = {}  # tenants by name, from the last exists, except OTHERS
 
     def exists(self, names: Sequence[str]) -> list[ValueStatus]:
         """See RemoteStore; each tenant is asked for what those before it do not have."""
@@ -47,7 +47,7 @@ class TenantStores:
         return self._each(own, names, addresses, lambda store, *own: store.put(*own, nbytes))
 
     def remove(self, names: Sequence[str]) -> list[ValueStatus]:
-        """See RemoteStore; of all tenants."""
+        """See RemoteStore; removes from all tenants."""
         each = list(zip(*(store.remove(names) for store in self._stores.values()), strict=True))
         order = (ValueStatus.FAILED, ValueStatus.DONE)
         return [next((s for s in order if s in own), ValueStatus.ABSENT) for own in each]
@@ -59,7 +59,7 @@ class TenantStores:
         addresses: Sequence[int],
         call: Callable[[RemoteStore, list[str], list[int]], list[ValueStatus]],
     ) -> list[ValueStatus]:
-        """Calls the store of each tenant with its own values; the answers in the order of all."""
+        """Calls each tenant's store with its values; returns the answers in the order of names."""
         answers = [ValueStatus.FAILED] * len(names)
         for tenant in set(tenants):
             rows = [row for row, other in enumerate(tenants) if other == tenant]

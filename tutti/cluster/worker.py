@@ -2,9 +2,9 @@
 
     python -m tutti.cluster.worker SOCKET_FD MEMORY_FD SPEC
 
-It ends with its socket.  It verifies what arrives, so that the agent's threads need not: they
-store the digests that come with a value.
-A request is an operation, keys and numbers of pages; its answer is one byte per key, see Answer.
+It exits when the socket closes.  It verifies values that arrive, so that the agent's threads need
+not: they store the digests that come with a value.
+A request has an operation, keys and page numbers; its answer has one byte per key, a ValueStatus.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tutti.gio_uring.memory import address_of
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import tenant_of
 
-#: Of values, and part of their names: nodes of different versions do not see each other's.
+#: Version of the values' format.  Part of their names: versions do not see each other's values.
 VERSION = 2
-#: The trailer of a value, behind the payload: this, with the expiry in units of 64 s; XXH3-64 of
-#: the slice of each layer; and XXH3-128 of the name and these.
+#: A value is its payload and a trailer: this head (expiry in units of 64 s), XXH3-64 of the slice
+#: of each layer (u64, little-endian), and a seal: XXH3-128 of the name, the head and these digests.
 HEAD = np.dtype(
     [
         *((name, "u1", KEY_NBYTES) for name in ("key", "parent")),
@@ -48,17 +48,17 @@ _SEAL_NBYTES = 16
 EXISTS, GET, PUT, REMOVE = range(4)
 #: Number of the call, operation and number of keys; 16 bytes per key and a u32 per page follow.
 REQUEST = struct.Struct("<IBI")
-#: Before each answer: OK or ERROR, and the number of its call; 0 for each store at the start.
+#: Head of an answer: OK or ERROR, and the number of its call; 0 once per store at the start.
 REPLY = struct.Struct("<BI")
 KEYS_MAX = 2048  # 40 KiB: one datagram
 ANSWER_NBYTES_MAX = 64 << 10
 OK, ERROR = range(2)
 _PR_SET_PDEATHSIG = 1
 NICE = 5  # local loads and look-ups come first
-#: Of the thread that calls the store: Mooncake waits for values in a loop without sleep, which
-#: would take time from the threads that receive and send them.
+#: Of the thread that calls the store: Mooncake busy-waits for values, which would take time from
+#: the threads that receive and send them.
 CALLER_NICE = 19
-_Reply = tuple[bytes, Callable[[], bytes]]  # its head, and what makes the rest
+_Reply = tuple[bytes, Callable[[], bytes]]  # head, and the call that returns the rest
 
 
 def trailer_nbytes(layers: int) -> int:
@@ -67,7 +67,7 @@ def trailer_nbytes(layers: int) -> int:
 
 
 class Spec(NamedTuple):
-    """What a worker is told at its start."""
+    """Start parameters of a worker, passed as JSON."""
 
     factory: str
     options: Mapping[str, str]
@@ -82,8 +82,8 @@ class Spec(NamedTuple):
 class Worker:
     """Serves requests with the stores of all tenants over one piece of memory.
 
-    opened: called for each store.  They are opened one after another: Mooncake holds the
-    interpreter meanwhile, so that threads would not make it faster.
+    opened: called for each store.  They are opened one after another: Mooncake holds the GIL
+    meanwhile, so that threads would not make it faster.
     """
 
     def __init__(self, spec: Spec, memory: mmap.mmap, opened: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ class Worker:
         self._stores = TenantStores(stores)
 
     def answer(self, request: bytes) -> Callable[[], bytes]:
-        """Moves the values; what is returned verifies them and has one byte per key."""
+        """Moves the values; the returned call verifies them and returns one byte per key."""
         _, op, n = REQUEST.unpack_from(request)
         keys = [request[i : i + KEY_NBYTES] for i in range(REQUEST.size, len(request), KEY_NBYTES)]
         names = [self._spec.prefix + key.hex() for key in keys[:n]]
@@ -132,7 +132,7 @@ class Worker:
         return bytes(answers)
 
     def _is_right(self, name: str, start: int) -> bool:
-        """Whether a value is that of the name, and its slices have the digests of its trailer."""
+        """Whether the seal is that of the name, and the slices match the digests of the trailer."""
         trailer = self._trailer(start)
         if trailer[-_SEAL_NBYTES:] != _seal(name, trailer):
             return False
@@ -167,7 +167,7 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
             os._exit(1)
         replies: SimpleQueue[_Reply | None] = SimpleQueue()
         threading.Thread(target=_reply, args=(peer, replies), daemon=True).start()
-        os.nice(CALLER_NICE - NICE)  # of this thread alone; those of the stores run by now
+        os.nice(CALLER_NICE - NICE)  # of this thread only; the stores' threads run already
         while request := peer.recv(ANSWER_NBYTES_MAX):
             number = REQUEST.unpack_from(request)[0]
             try:
@@ -179,7 +179,7 @@ def main(socket_fd: int, memory_fd: int, spec: Spec) -> None:
 
 
 def _reply(peer: socket.socket, replies: SimpleQueue[_Reply | None]) -> None:
-    """Answers in the order of requests, while the values of the next are moved, until a None."""
+    """Sends answers in the order of requests while the next values are moved; ends at a None."""
     try:
         for head, rest in iter(replies.get, None):
             peer.send(head + rest())

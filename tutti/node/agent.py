@@ -1,6 +1,6 @@
 """The node's agent: one process owns the pools, and others use them over a Unix socket.
 
-Control plane only: a client gets the files of the members and slots, and moves the bytes itself.
+Control plane only: a client gets the members' file descriptors and slot numbers, and does the I/O.
 Each connection has a thread of its own (served_connection.py), so that a client that floods or
 hangs does not delay the others.
 """
@@ -35,7 +35,7 @@ _WARN_EVERY_S = 60.0
 class AgentCounters:
     """Totals since the agent started.
 
-    lost: sessions that ended otherwise than by a close, or whose jobs were not all reported.
+    lost: sessions that ended without a close, or with jobs that were not reported.
     """
 
     connections: int = 0
@@ -58,14 +58,14 @@ class Agent:
         self.sessions: dict[bytes, ClientSession] = {}
         self._connections: set[ServedConnection] = set()
         self._leaving: set[ClientSession] = set()
-        self._lock = threading.Lock()  # of all of these
+        self._lock = threading.Lock()  # guards all of these
         self._stops = False
         self._spare = SpareFile()
         self._warns_from_s = 0.0
 
     def serve(self, started: Callable[[], None] = lambda: None) -> None:
         """Listens until ``stop``, then ends all sessions.  Raises ConfigError or PoolInUse."""
-        # A look-up waits no longer for a thread that computes.
+        # A shorter switch interval: a look-up waits less for the GIL while other threads compute.
         sys.setswitchinterval(_SWITCH_S)
         listener = listen(self.config.path, self.config.group)
         try:
@@ -149,7 +149,7 @@ class Agent:
                 self._connections.discard(connection)
 
     def _not_accepted(self, listener: socket.socket, error: OSError) -> None:
-        """Without a free descriptor the next peer is told so by means of the spare one."""
+        """Handles a failed accept; without a free descriptor the spare one is used to refuse."""
         now_s = time.monotonic()
         if now_s >= self._warns_from_s:
             self._warns_from_s = now_s + _WARN_EVERY_S
@@ -173,7 +173,7 @@ class Agent:
         peer.close()
 
     def _check_peer(self, peer: socket.socket) -> int:
-        """The process at the other end.  Raises AgentRefused for one that may not connect."""
+        """The peer's process id.  Raises AgentRefused for a process that may not connect."""
         pid = check_peer(peer, self.config.group)
         if (n := len(self._connections)) >= self.config.connections_max:
             raise AgentRefused(f"the agent has {n} connections, its limit; end other clients")

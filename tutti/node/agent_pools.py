@@ -1,4 +1,4 @@
-"""The pools that one agent owns: one that it was given, or those of a folder, by layout."""
+"""The pools that one agent owns: a given one, or one per layout in a folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tutti.store import open as open_pool
 from tutti.transfers.store_config import StoreConfig
 
 SUFFIX = ".tutti"
-#: Time-outs of a pool that an opening may take: four for its snapshot, and one for the rest.
+#: Limit of an opening, in time-outs of the pool: four for its snapshot, and one for the rest.
 _OPENING_TIMEOUTS = 5
 _STOPPING = "the agent is stopping; connect again later"
 
@@ -37,9 +37,9 @@ _STOPPING = "the agent is stopping; connect again later"
 class AgentPools:
     """Opens pools when a client first asks for them, and closes all of them at the end.
 
-    paths: the members of the only pool.  folder: instead of them, where each layout has a file.
-    capacity: for pools that clients have made, in bytes, all pools of the folder together.
-    remote: the second tier of each pool.
+    paths: the members of a single pool.  folder: instead of paths; holds one file per layout.
+    capacity: limit in bytes of all pools of the folder, beyond which clients cannot make pools.
+    remote: configuration of each pool's second tier.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class AgentPools:
         self._config = config or StoreConfig()
         self._executor = executor
         self._remote = remote
-        #: Of what follows, and told when an opening has ended; never held while a pool opens.
+        #: Guards what follows; notified when an opening has ended; not held while a pool opens.
         self._changed = threading.Condition()
         self._closed = False
         self._claimed: int | None = None
-        self._opening: dict[str, int] = {}  # pools, and the bytes that each is made with
+        self._opening: dict[str, int] = {}  # capacity by pool; 0 if it exists
         self.services: dict[str, PoolService] = {}
 
     @functools.cached_property
     def speeds(self) -> Speeds:
-        """Of the media of all pools, by which clients schedule their transfers."""
+        """Speeds of the pools' media, which clients schedule their transfers by."""
         members = self._paths if self._folder is None else [str(self._folder)]
         return find_speeds(members, executor=self._executor)
 
     def open_given(self) -> None:
-        """Opens the pool that was given, so that a wrong one is known at the start; and measures
-        the media while they are idle.
+        """Opens the given pool, so that an error is found at the start; and measures the media
+        while they are idle.
         """
         if self._paths:
             self.open("", 0)
@@ -84,7 +84,7 @@ class AgentPools:
         _ = self.speeds
 
     def _claim(self, folder: Path) -> None:
-        """Keeps the folder from other agents, until ``close``."""
+        """Locks the folder against other agents, until ``close``."""
         if not folder.is_dir():
             raise PoolNotFound(f"{folder} is not a folder; make it first")
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -95,10 +95,10 @@ class AgentPools:
         lock_file(self._claimed, str(folder))
 
     def open(self, layout_json: str, capacity: int, name: str = "") -> PoolService:
-        """The pool of a layout (as JSON), opened, or made with a capacity in bytes.
+        """Returns the pool of a layout (JSON); opens it, or makes it with ``capacity`` bytes.
 
-        Without a layout: the pool whose name begins so, or the only one.  One that is being opened
-        delays those alone who ask for it.  Raises TuttiError.
+        Without a layout: the pool whose name begins with ``name``, or the only one.  An opening
+        delays only requests for the same pool.  Raises TuttiError.
         """
         layout = KVLayout.from_json(layout_json) if layout_json else None
         name = layout.fingerprint.hex() if layout and self._folder else self._named(name)
@@ -114,7 +114,7 @@ class AgentPools:
         return service
 
     def _begin(self, name: str, capacity: int) -> PoolService | None:
-        """The open pool of a name; None: the caller is the one who opens it."""
+        """The open pool of a name, or None: the caller must open it then."""
         timeout_s = _OPENING_TIMEOUTS * self._config.timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._opening, timeout_s):
@@ -141,7 +141,7 @@ class AgentPools:
                 self._changed.notify_all()
 
     def names(self) -> list[str]:
-        """What pools are called, open or not: their files, without the suffix."""
+        """Names of the pools, open or not: their file names without the suffix."""
         paths = self._folder.glob(f"*{SUFFIX}") if self._folder else map(Path, self._paths[:1])
         return sorted(path.name.removesuffix(SUFFIX) for path in paths)
 
@@ -178,16 +178,16 @@ class AgentPools:
             raise
 
     def _checked(self, name: str, capacity: int) -> int:
-        """The bytes that a pool of the folder is made with; 0 where it is there.  Lock held."""
+        """Capacity to make a pool of the folder with; 0 if it exists.  The lock must be held."""
         if self._folder is None or (self._folder / f"{name}{SUFFIX}").exists():
             return 0
         if not capacity:
             raise PoolNotFound(
                 "the agent has no pool of this layout; give a capacity, with which it makes one"
             )
-        sizes = dict(self._opening)  # of which a part may be there
+        sizes = dict(self._opening)  # their files may exist in part
         for path in self._folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):  # one that could not be made is gone
+            with contextlib.suppress(FileNotFoundError):  # removed after its making failed
                 sizes[path.stem] = max(path.stat().st_size, sizes.get(path.stem, 0))
         used = sum(sizes.values())
         if used + capacity > self._capacity:

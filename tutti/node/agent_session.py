@@ -1,8 +1,8 @@
 """A client's session with the agent: its connections, and the engine that moves its pages.
 
-A session ends once, by the client or because the agent is lost, and is never opened again: what
-it had planned is void then.  Its files stay open until its own transfers have ended, which keeps
-every slot that they name from being used again.
+A session ends once, by the client or because the agent is lost, and is never opened again; its
+plans are void then.  Its files stay open until its own transfers have ended: as long as they are
+open, the agent does not reuse the slots of these transfers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tutti.transfers.starters import Order
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-#: To send or receive the rest of a message, beyond what the agent may wait before it reads.
+#: Limit for sending or receiving a message, added to the agent's own waits before it reads.
 _SEND_S = 5.0
 
 WrittenCallback = Callable[[Written | None], None]
@@ -62,9 +62,9 @@ WrittenCallback = Callable[[Written | None], None]
 class AgentSession:
     """One session.  Thread-safe.
 
-    path: the agent's socket.  hello: which pool.  on_lost: called once when the agent is lost, from
-    any thread.  pool_stats: at the opening.  Raises AgentLost, AgentRefused and what opening a pool
-    raises.
+    path: the agent's socket.  hello: names the pool.  on_lost: called once, from any thread, when
+    the session ends.  pool_stats: the pool's statistics at the opening.
+    Raises AgentLost, AgentRefused and what opening a pool raises.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class AgentSession:
         self._nsids = np.array(welcome.nsids, np.uint32)
         self._places = object_places(self.geometry, self._nsids)
         self._calls = Connections(path, welcome.session, self.fail)
-        # The agent reads no report while it waits for staging or the medium on behalf of another.
+        # The agent reads no report while another one waits for staging or for the medium.
         self._send_s = welcome.timeout_s + _SEND_S
         self._closing = threading.Lock()
         self._is_stuck = False
@@ -115,17 +115,17 @@ class AgentSession:
         self._settles: list[threading.Event] = []
         self._moving = 0
         self._ids = itertools.count(1)
-        self._regions: dict[int, list[DmaRegion]] = {}  # by memory, and by GPU engine
+        self._regions: dict[int, list[DmaRegion]] = {}  # by id() of a memory or a GPU engine
         self.lost = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         start_thread(self._reader, "tutti-client", self._undo_opening)
 
     def request(self, message: Message, timeout_s: float) -> Any:
-        """The agent's answer.  Raises what it says; AgentLost ends the session."""
+        """The agent's answer.  Raises the error that it answers; AgentLost ends the session."""
         return self._calls.request(message, timeout_s)
 
     def call(self, name: str, timeout_s: float, **arguments: Any) -> Any:
-        """The result of an operation by name, after all reports so far have been counted."""
+        """The result of an operation by name; the agent handles all earlier reports first."""
         self._settle_reports(timeout_s)
         answer = self.request(Call(name, arguments), timeout_s)
         if not isinstance(answer, Answer):
@@ -137,8 +137,8 @@ class AgentSession:
     def register(self, memory: HostMemory) -> None:
         """Makes memory known to the session's own controller, with the staging of its GPU engine.
 
-        Raises Unsupported for an engine that needs drives of its own, CapacityError for staging
-        without room for a page.
+        Raises Unsupported for a GPU engine other than HostEngine, CapacityError for staging that
+        is smaller than a page.
         """
         gpu = memory.memory.path
         if gpu is not None and id(gpu) not in self._regions:
@@ -153,25 +153,25 @@ class AgentSession:
         self.controller.read_page_sizes()
 
     def unregister(self, memory: HostMemory) -> None:
-        """Forgets memory."""
+        """Unregisters memory.  No transfer may use it."""
         for region in self._regions.pop(id(memory), []):
             region.close()
         self.controller.read_page_sizes()
 
     def plan(self, message: PlanPut | PlanLoad, timeout_s: float) -> Any:
-        """Asks the agent for a plan; the caller then submits or gives up each of its jobs."""
+        """Asks the agent for a plan.  The caller must submit or give up each of its jobs."""
         try:
             plan = self.request(message, timeout_s)
             with self._lock:
                 self._moving += len(plan.jobs)
         except BaseException as error:
             if not isinstance(error, TuttiError):
-                self.fail()  # the agent may have planned: its claims end with the session
+                self.fail()  # the agent may have made a plan: it ends with the session
             raise
         return plan
 
     def await_written(self, number: int, callback: WrittenCallback) -> None:
-        """Calls back with the outcome of a put, or with None once the agent is lost."""
+        """Calls ``callback`` with the outcome of a put, or with None once the agent is lost."""
         with self._lock:
             written = self._early.pop(number, None)
             if written is None and not self.lost:
@@ -182,10 +182,10 @@ class AgentSession:
     def write(
         self, job: MoveJob, pages: U32, memory: PagedMemory, timeout_s: float, *, held: bool = False
     ) -> Transfer:
-        """Writes pages (of the whole plan) where a job says, and reports it.
+        """Writes the job's part of ``pages`` (all pages of the plan), and reports its end.
 
-        held: layers are moved as Job.grant allows, here and in ``read``.
-        Raises AgentRefused for a job that makes no sense; it is reported as well.
+        held: layers wait for Job.grant, here and in ``read``.
+        Raises AgentRefused for an invalid job, which is reported as failed.
         """
         with self._reporting_failure(job):
             rows, extents = self._extents(job, pages.size)
@@ -218,9 +218,9 @@ class AgentSession:
         on_released: Callable[[Any], None],
         **order: Unpack[Order],
     ) -> tuple[Transfer, Rows]:
-        """Reads pages (of the whole plan) from where a job says, and reports it.  Also which.
+        """Reads the job's part of ``pages`` (all pages of the plan), and reports its end.
 
-        Raises AgentRefused for a job that makes no sense; it is reported as well.
+        Also returns the rows of the plan that it reads.  See ``write``.
         """
         with self._reporting_failure(job):
             rows, extents = self._extents(job, pages.size)
@@ -247,17 +247,17 @@ class AgentSession:
             return transfer, rows
 
     def give_up(self, jobs: Sequence[MoveJob]) -> None:
-        """Reports jobs that will not be submitted."""
+        """Reports jobs that will not be submitted, as cancelled."""
         for job in jobs:
-            pages = max(1, len(job.slots) // 8)  # a report without any status is one of success
+            pages = max(1, len(job.slots) // 8)  # an empty report would mean success
             status = np.full(pages, STATUS_CANCELLED, np.uint32)
             self._report(Moved(job.job, packed_status(status)))
 
     @uninterrupted()
     def fail(self, error: BaseException | None = None) -> None:
-        """The agent is lost: nothing is planned any more, and waiting puts hear of it.
+        """Ends the session: nothing is planned any more, and waiting puts get None.
 
-        error: why, if the session was not closed; logged once.
+        error: the cause, unless the session was closed; logged once.
         """
         with self._lock:
             if self.lost:
@@ -274,7 +274,7 @@ class AgentSession:
             callback(None)
         self._on_lost()
         if error is not None and not self._closing.locked():
-            with contextlib.suppress(Exception):  # a handler of the user's
+            with contextlib.suppress(Exception):  # a logging handler of the user's
                 _log.warning("%s; look-ups miss and puts are dropped until it answers", error)
 
     def wait_quiet(self, timeout_s: float) -> bool:
@@ -283,17 +283,16 @@ class AgentSession:
             return self._quiet.wait_for(lambda: self._moving == 0 and not self._puts, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Ends transfers, the files' openings, and with them the session.  Raises DeviceTimeout.
+        """Waits for transfers, closes the files, and ends the session.  Raises DeviceTimeout.
 
-        A call after an error goes on from there; memory stays registered with an engine that does
-        not stop.
+        A call after an error continues; memory stays registered while the engine does not stop.
         """
         if not self._closing.acquire(timeout=timeout_s):
             raise DeviceTimeout("the session is still being closed; close it again")
         try:
             with self._lock:
                 is_quiet = self._quiet.wait_for(lambda: self._moving == 0, timeout_s)
-            if not is_quiet:  # an engine that is closed now would keep the files open permanently
+            if not is_quiet:  # closing the engine now would keep the files open permanently
                 raise DeviceTimeout(f"transfers take longer than {timeout_s:g} s; close it again")
             self._release(timeout_s)
         finally:
@@ -335,7 +334,7 @@ class AgentSession:
         return self.engine if memory.path is None else memory.path.through(self.engine)
 
     def _extents(self, job: MoveJob, pages: int) -> tuple[Rows, Extents]:
-        """Which of the plan's pages a job moves, and where; native code checks the slots."""
+        """Which of the plan's pages a job moves, and where to; native code checks the slots."""
         geometry, rows = self.geometry, rows_of(job, pages)
         slots = np.frombuffer(job.slots, "<i8")
         return rows, SlotExtents(self._places, slots, geometry.slice_nlb, geometry.layer_stride_nlb)
@@ -362,15 +361,15 @@ class AgentSession:
             with self._lock:
                 if self.lost:
                     return
-                self._settles.append(done)  # in the order of the answers
-            with contextlib.suppress(TuttiError):  # the reader finds out, and ends the wait
+                self._settles.append(done)  # answers come in this order
+            with contextlib.suppress(TuttiError):  # the reader notices it, and ends the wait
                 self._reports.send(Call("settle"), self._send_s)
         finally:
             self._send_lock.release()
         done.wait(timeout_s)
 
     def _read(self) -> None:
-        """Outcomes of puts, until the session has ended."""
+        """Receives outcomes of puts, until the session has ended."""
         asked_s = 0.0
         try:
             while not self.lost:
@@ -390,9 +389,10 @@ class AgentSession:
             self.fail()
 
     def _ask_again(self, asked_s: float) -> float:
-        """Finds an agent that hangs while puts wait for their outcome, which may be due later.
+        """Detects an agent that hangs while puts wait, by a request that it answers at once.
 
-        asked_s: when it was asked and has not answered, or 0; returns the same.  Raises AgentLost.
+        asked_s: when an unanswered request was sent, or 0; returns the new value.
+        Raises AgentLost.
         """
         now_s = time.monotonic()
         if asked_s:
@@ -400,7 +400,7 @@ class AgentSession:
                 raise AgentLost(f"the agent did not answer within {self._send_s:g} s")
             return asked_s
         if not self._puts or not self._send_lock.acquire(blocking=False):
-            return 0.0  # who sends finds out as well
+            return 0.0  # a thread that sends notices it, too
         try:
             with self._lock:
                 self._settles.append(threading.Event())
@@ -413,7 +413,7 @@ class AgentSession:
         with self._lock:
             callback = self._puts.pop(written.number, None)
             if callback is None:
-                self._early[written.number] = written  # the plan's answer is on its way
+                self._early[written.number] = written  # await_written comes later
             if not self._puts:
                 self._quiet.notify_all()
         if callback is not None:

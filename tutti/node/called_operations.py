@@ -29,7 +29,7 @@ def _recovered(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
 
 
 def _drop(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    """See InFlight.dropped.  No look-up: a second tier fetches nothing."""
+    """See InFlight.dropped.  Not a look-up, so the second tier does not fetch these keys."""
     core = session.service.core
     with core.lock:
         core.check_open()
@@ -37,8 +37,8 @@ def _drop(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
 
 
 def _list(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
-    """Keys from a slot on, as many as fit into an answer, and the slot to go on from: by slots,
-    because objects come and go between two answers.
+    """Keys from a slot on, as many as fit into an answer, and the slot to continue from.  Listed
+    by slot, because objects come and go between two answers.
     """
     core, namespace = session.service.core, arguments.get("namespace")
     start = max(0, int(arguments.get("start", 0)))
@@ -60,7 +60,7 @@ def _objects(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
 def _delete(session: ClientSession, arguments: Mapping[str, Any]) -> Any:
     timeout_s, keys = min(float(arguments.get("seconds", 30.0)), _DELETE_MAX_S), _keys(arguments)
     if session.service.tier is not None:
-        session.service.tier.removing(keys)  # first: a look-up must not fetch them back meanwhile
+        session.service.tier.removing(keys)  # first, so that no look-up fetches them again
     return session.service.store.catalogue.delete(keys, timeout_s=timeout_s)
 
 
@@ -69,7 +69,7 @@ def _keys(arguments: Mapping[str, Any]) -> Keys:
 
 
 OPERATIONS: Mapping[str, Callable[[ClientSession, Mapping[str, Any]], Any]] = {
-    "settle": lambda session, given: None,  # what came before it is done
+    "settle": lambda session, given: None,  # earlier messages are handled when it is answered
     "leave": _leave,
     "stats": lambda session, given: {
         **session.service.store.stats(),
@@ -93,7 +93,7 @@ OPERATIONS: Mapping[str, Callable[[ClientSession, Mapping[str, Any]], Any]] = {
 
 
 def run(session: ClientSession, name: str, arguments: Mapping[str, Any]) -> Any:
-    """The result of one operation.  Raises ConfigError for one that there is not."""
+    """The result of one operation.  Raises ConfigError for an unknown name."""
     operation = OPERATIONS.get(name)
     if operation is None:
         raise ConfigError(f"the agent has no operation {name!r}; use the same version of tutti")

@@ -63,12 +63,12 @@ class NodeStore(Owned, Store):
         executor: str = "auto",
         profile: ProfileChoice | Schedule = AUTO,
     ) -> None:
-        """Connects.  Raises AgentLost when no agent answers, and what opening a pool raises."""
+        """See tutti.connect."""
         self._lookup_timeout_s = lookup_timeout_s
         self._memories: list[HostMemory] = []
         self._closed = self._ended = False
-        self._missed = 0  # look-ups without an answer
-        #: Of pins by a name that are in several parts, how many.
+        self._missed = 0  # look-ups that the agent did not answer
+        #: Number of parts, by name, of pins that need more than one.
         self._pin_parts: dict[str, int] = {}
         nbytes = 0 if capacity is None else parse_nbytes(capacity)
         self.catalogue = RemoteCatalogue(self.call)
@@ -157,7 +157,7 @@ class NodeStore(Owned, Store):
         self, keys: Keys, *, pin: bool | str = False, proven: bool = False
     ) -> npt.NDArray[np.bool_]:
         messages = self._look_ups(Present, keys, pin, proven)
-        # Where not all can be pinned, the last ones are.
+        # The last parts are pinned first: they win if not all can be pinned.
         answers = [self._ask(message) for message in reversed(messages)][::-1]
         self._missed += None in answers
         absent = (bytes(len(message.keys) // KEY_NBYTES) for message in messages)
@@ -174,10 +174,10 @@ class NodeStore(Owned, Store):
     def _look_ups(
         self, kind: type[_LookUp], keys: Keys, pin: bool | str, proven: bool
     ) -> list[_LookUp]:
-        """A look-up in as many parts as it needs messages, each of which has a pin of its own."""
+        """Splits a look-up into messages; each part has a pin of its own."""
         array = as_keys(keys)
         parts = max(1, -(-len(array) // LISTED_MAX))
-        if isinstance(pin, str):  # its next look-up ends what it has pinned
+        if isinstance(pin, str):  # a new look-up under a name replaces its pins
             for part in range(1, self._pin_parts.pop(pin, 1)):
                 self._ask(Unpin(_pin(pin, part)))
             if parts > 1:
@@ -198,7 +198,7 @@ class NodeStore(Owned, Store):
         return None
 
     def prove(self, max_objects: int = 64, *, timeout_s: float = 60.0) -> int:
-        """Nothing is left to do here: the agent verifies for all of its clients."""
+        """Returns 0: the agent verifies for all of its clients."""
         self._check_open()
         return 0
 
@@ -214,7 +214,7 @@ class NodeStore(Owned, Store):
         deadline_s = time.monotonic() + timeout_s
         left_s = timeout_s
         while left_s >= 0:  # bounded by the deadline
-            some_s = min(left_s, self.config.timeout_s)  # the agent waits no longer in one call
+            some_s = min(left_s, self.config.timeout_s)  # the agent's limit of one call
             with contextlib.suppress(DeviceTimeout):
                 self.call("wait_recovered", some_s + PLAN_S, seconds=some_s)
                 return
@@ -224,9 +224,9 @@ class NodeStore(Owned, Store):
         )
 
     def stats(self) -> dict[str, Any]:
-        """See ObjectStore: the pool's, of all clients; and how this one is connected.
+        """See ObjectStore: those of the pool, of all clients; and this client's connection.
 
-        While `connected` is 0, the pool's are those of the agent's last answer.
+        While ``connected`` is 0, the pool's statistics are those of the agent's last answer.
         """
         mine: dict[str, Any] = {
             "connected": 0,
@@ -256,8 +256,8 @@ class NodeStore(Owned, Store):
 
     @uninterrupted()
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends what is under way here.  The pool stays open in the agent.  Raises DeviceTimeout; a
-        call after that goes on from there.
+        """Waits for this client's transfers, and disconnects.  The pool stays open in the agent.
+        Raises DeviceTimeout; another call then continues.
         """
         if self._ended:
             return
@@ -276,7 +276,7 @@ class NodeStore(Owned, Store):
             raise PoolClosed("the pool is closed; open it again")
 
     def _watch_expiry(self) -> None:
-        """The agent watches them."""
+        """Does nothing: the agent watches expiry."""
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         self._check_open()
@@ -284,7 +284,7 @@ class NodeStore(Owned, Store):
 
 
 def _pin(pin: bool | str, part: int) -> str:
-    """The name of a pin in a message: "" for none, "*" for one without a name."""
+    """The pin as in messages: its name, "" for no pin, "*" for a pin without a name."""
     if isinstance(pin, str):
         return f"{pin}\0{part}" if part and pin not in ("", "*") else pin
     return "*" if pin else ""

@@ -30,12 +30,12 @@ from tutti.transfers.starters import Order
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadPart, LoadProgress, Outcome, PutProgress
 
-#: What a plan may take beyond the store's own time-out for space and records.
+#: Seconds that a plan may take in addition to the store's own time-out for space and records.
 PLAN_S = 5.0
 
 
 class ClientState(InFlight):
-    """What a client has in flight.  The agent waits for recovery and clears, on its side."""
+    """What a client has in flight.  Waits for recovery and for clears happen in the agent."""
 
     def __init__(self, geometry: Geometry, config: StoreConfig) -> None:
         super().__init__(geometry, config, Guard())
@@ -43,22 +43,22 @@ class ClientState(InFlight):
         self.plan_timeout_s = 2 * config.timeout_s + PLAN_S
 
     def absent(self, keys: Keys) -> Mask | None:
-        """See InFlight: all, as to ask the agent would cost a request of its own."""
+        """See InFlight: None (all may be absent), since asking the agent would cost a request."""
         return None
 
 
 class ClientWriter:
-    """Starts parts of puts.  See Writer; parts are not written together, as each is a plan."""
+    """Starts parts of puts.  See Writer; each part is planned and written separately."""
 
     def __init__(self, kept: KeptSession, state: ClientState) -> None:
         self._kept, self._state = kept, state
         self.batch_pages = kept.need().welcome.batch_pages
         self.active = self.finished = 0
-        self.lost_pages = 0  # of puts, which the agent did not answer
+        self.lost_pages = 0  # of puts whose outcome is unknown, as the agent was lost
         self.batch_ended: Callable[[], object] = lambda: None
 
     def put(self, parts: Sequence[PutPart]) -> BaseException | None:
-        """See Writer; all is dropped while the agent is away."""
+        """See Writer; drops everything while the agent is away."""
         errors = [self._put(part) for part in parts]
         return errors[0]
 
@@ -71,7 +71,7 @@ class ClientWriter:
         step = self._state.write_pages_max(part.request.memory, most)
         for start in range(0, rows.size, step):
             try:
-                # Of a chain nothing is stored behind what was dropped.
+                # Nothing of a chain is stored after a dropped part.
                 if session is None or progress.is_cut or part.is_dropped:
                     self._drop(session, part, rows[start:])
                     break
@@ -81,15 +81,15 @@ class ClientWriter:
                 if not start:
                     part.ended(part, error)
                     return error
-                break  # others are under way
+                break  # earlier rows are under way
         left.end()
         return None
 
     def _drop(self, session: AgentSession | None, part: PutPart, rows: Rows) -> None:
-        """Rows that are not put, some of which others may have brought.  session: None if lost."""
+        """Drops rows that nobody else has stored.  session: None if the agent is lost."""
         progress, outcome = part.progress, part.progress.outcome
         outcome[rows] = Outcome.DROPPED
-        is_unknown = session is None and not part.is_dropped  # they may have been stored, or not
+        is_unknown = session is None and not part.is_dropped  # whether they were stored
         if is_unknown or progress.is_lost:
             progress.is_lost = progress.is_cut = True
             with self._state.lock:
@@ -130,7 +130,7 @@ class ClientWriter:
             if written and (len(written.outcome) != n or len(written.status) not in (0, 4 * n)):
                 session.fail(AgentRefused("the agent told the outcome of other pages"))
                 written = None
-            if written is None:  # the plan is void: what waits for its turn is not written
+            if written is None:  # the plan is void: jobs that wait for a grant must not write
                 self._drop(None, part, rows)
                 for job in held:
                     job.cancel()
@@ -150,7 +150,7 @@ class ClientWriter:
                     held=part.grant is not None,
                 )
             except BaseException as error:
-                session.give_up(jobs)  # the outcome comes from the agent, for all of them
+                session.give_up(jobs)  # the agent then reports the outcome of all
                 if not isinstance(error, TuttiError):
                     raise
                 break
@@ -222,7 +222,7 @@ class ClientLoader:
     def _plan(
         self, session: AgentSession, keys: Keys, progress: LoadProgress
     ) -> list[tuple[int, list[MoveJob]]]:
-        """All plans of a load, by their first row, before anything is read."""
+        """Requests all plans of a load before anything is read; (first row, jobs) of each."""
         parts: list[tuple[int, list[MoveJob]]] = []
         step = session.welcome.batch_pages
         try:
@@ -242,7 +242,7 @@ class ClientLoader:
 
 
 class _Countdown:
-    """Calls ``over`` after so many ends, and one more: of the submission itself."""
+    """Calls ``over`` when all that was added, and the submission itself, has ended."""
 
     def __init__(self, over: Callable[[], object], ends: int = 0) -> None:
         self._over = over
@@ -262,6 +262,6 @@ class _Countdown:
 
 
 def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written) -> None:
-    """What became of some keys."""
+    """Copies the outcomes of some keys into a put's progress."""
     progress.outcome[rows] = np.frombuffer(written.outcome, np.uint8)
     progress.status[rows] = statuses_of(written.status, rows.size)

@@ -13,7 +13,7 @@ from tutti.scheduler.dispatcher import Schedule
 if TYPE_CHECKING:
     from tutti.node.client import NodeStore
 
-#: How a path begins that is the socket of an agent.
+#: Prefix of a path that names an agent's socket.
 AGENT = "unix:"
 
 
@@ -36,14 +36,14 @@ def connect(
 ) -> NodeStore:
     """Connects to the node's agent (`tutti serve`), whose pools all processes share.
 
-    path: the agent's socket, with or without "unix:".  layout: of the pool; left out, the agent's
-    only one.  capacity: of a pool that the agent is to make when it has none of this layout.
-    pool: instead of the layout, how the pool's name begins, of those that ``pools`` returns.
-    lookup_timeout_s: after which a look-up misses and the agent counts as lost.
-    profile: by which puts of this process yield to its loads: "auto" takes the agent's speeds of
-    the medium; else see tutti.open.  Or a whole Schedule.
+    path: the agent's socket, with or without "unix:".  layout: of the pool (default: the agent's
+    only pool).  capacity: bytes of the pool that the agent makes if it has none of this layout.
+    pool: instead of the layout, the start of a name that ``pools`` returns.
+    lookup_timeout_s: after this time a look-up misses, and the agent counts as lost.
+    profile: schedules this process's puts around its loads; "auto" uses the speeds that the agent
+    measured, else see tutti.open.  Or a Schedule.
     Raises AgentLost when no agent answers, AgentRefused, PoolNotFound, PoolMismatch, Unsupported
-    without the extra `tutti-kv[node]`, and others.
+    without the extra `tutti-kv[node]`, and what tutti.open raises.
     """
     from tutti.node.client import NodeStore
 

@@ -42,11 +42,11 @@ _TIMEVAL = struct.Struct("ll")
 class Connection:
     """One open socket.  Not thread-safe, except ``close``.
 
-    After AgentLost or AgentRefused it is closed: an answer that no call waits for may still come.
+    After AgentLost or AgentRefused it is closed: a late answer would be taken for the next one.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        self._came = b""  # and was not given out
+        self._came = b""  # received, not returned yet
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
         try:
@@ -67,12 +67,12 @@ class Connection:
             ) from error
 
     def request(self, message: Message, timeout_s: float) -> Any:
-        """The answer to a request.  Raises what the agent answers, or AgentLost."""
+        """The answer to a request.  Raises the error that the agent answers, or AgentLost."""
         self.send(message, timeout_s)
         return self.receive(timeout_s)
 
     def open(self, hello: Hello, timeout_s: float) -> tuple[Welcome, list[int]]:
-        """Opens a session: what the agent says, and the members' files."""
+        """Opens a session; returns its Welcome and the descriptors of the members' files."""
         files: list[int] = []
         self.send(hello, timeout_s)
         try:
@@ -105,12 +105,12 @@ class Connection:
                 if left_s <= 0 or not self._is_ready(select.POLLOUT, left_s):
                     raise self._lost(_reason(error, timeout_s)) from error
             except (BrokenPipeError, ConnectionResetError):
-                return  # the agent hung up: why, or the end, is still to be read
+                return  # the agent hung up: ``receive`` finds its error or the end
             except OSError as error:
                 raise self._lost(_reason(error, timeout_s)) from error
 
     def receive(self, timeout_s: float) -> Any:
-        """The next answer.  Raises what it says if it is a Failure, or AgentLost."""
+        """The next answer.  Raises the error of a Failure, or AgentLost."""
         if timeout_s < self._wait_s:
             self._limit_waits(timeout_s)
         deadline_s = time.monotonic() + timeout_s
@@ -125,7 +125,7 @@ class Connection:
         return reply
 
     def _body(self) -> bytes | memoryview | None:
-        """What has come as a whole, without its length."""
+        """The next complete message, without its length; None if it has not arrived yet."""
         came = self._came
         if len(came) < HEADER.size:
             return None
@@ -140,7 +140,7 @@ class Connection:
         return memoryview(came)[HEADER.size : end]
 
     def _receive_some(self, deadline_s: float, timeout_s: float) -> None:
-        if self._came:  # a part of it
+        if self._came:  # part of a message
             self._limit_waits(max(0.0, deadline_s - time.monotonic()))
         try:
             part = self._socket.recv(_RECEIVE_NBYTES)
@@ -157,14 +157,14 @@ class Connection:
             raise self._lost(f"no whole answer within {timeout_s:g} s")
 
     def _limit_waits(self, timeout_s: float) -> None:
-        """How long one call waits for an answer.  Calls with later deadlines wait again: to set it
-        for each would cost look-ups and plans in turns a system call.
+        """Sets how long one wait for an answer may take.  Calls with later deadlines wait again:
+        setting it whenever look-ups and plans alternate would cost a system call each time.
         """
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         self._wait_s = timeout_s
 
     def _set_timeout(self, option: int, timeout_s: float) -> None:
-        """The kernel's own: a call less than with Python's."""
+        """Sets the kernel's time-out: one system call less per operation than with Python's."""
         value = _TIMEVAL.pack(int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, option, value)
@@ -178,7 +178,7 @@ class Connection:
         return bool(self._came) or self._is_ready(select.POLLIN, timeout_s)
 
     def _is_ready(self, event: int, timeout_s: float) -> bool:
-        poll = select.poll()  # as select() takes no descriptor above 1023
+        poll = select.poll()  # select() takes no descriptor above 1023
         try:
             poll.register(self._socket, event)
             return bool(poll.poll(timeout_s * 1000))
@@ -187,7 +187,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be used again."""
+        """Whether the connection can be used for another request."""
         return self._socket.fileno() >= 0
 
     def shut_down(self) -> None:
@@ -196,15 +196,15 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Closes the connection.  A second call does nothing."""
         self.shut_down()
         self._socket.close()
 
 
 class Connections:
-    """Connections of one session: each request has one of its own while it lasts.
+    """Pool of a session's connections: each request uses one exclusively.
 
-    on_lost: called, maybe repeatedly, when an answer was lost or makes no sense.
+    on_lost: called, perhaps repeatedly, when an answer was lost or is invalid.
     """
 
     def __init__(self, path: str, session: bytes, on_lost: Callable[[TuttiError], None]) -> None:
@@ -217,9 +217,9 @@ class Connections:
         self._closed = self._was_refused = False
 
     def request(self, message: Message, timeout_s: float) -> Any:
-        """See Connection.request; no request waits for another's answer.
+        """See Connection.request; requests do not wait for each other.
 
-        AgentRefused without ``on_lost``: there are too many connections for this request.
+        AgentRefused without a call of ``on_lost``: the agent has too many connections.
         """
         connection = self._take(timeout_s)
         try:
@@ -229,7 +229,7 @@ class Connections:
             if isinstance(error, AgentLost | AgentRefused):
                 self._on_lost(error)
             raise
-        except BaseException:  # the answer may still come: it must not be another request's
+        except BaseException:  # a late answer must not be taken for another request's
             connection.close()
             self._give_back(connection)
             raise
@@ -254,8 +254,8 @@ class Connections:
             raise
         except AgentRefused as error:
             was_refused, self._was_refused = self._was_refused, True
-            if not was_refused:  # each such call is a miss; the first is logged
-                with contextlib.suppress(Exception):  # a handler of the user's
+            if not was_refused:  # each such call is a miss; only the first is logged
+                with contextlib.suppress(Exception):  # a logging handler of the user's
                     _log.warning("a call got no connection to the agent: %s", error)
             raise
         self._keep(connection)
@@ -276,7 +276,7 @@ class Connections:
         connection.close()
 
     def close(self) -> None:
-        """Ends all of them, with the waits of other threads."""
+        """Closes all connections, and ends the waits of other threads."""
         with self._lock:
             self._closed = True
             connections = list(self._all)

@@ -22,10 +22,10 @@ _RETRY_MAX_S = 2.0
 
 
 class KeptSession:
-    """The session of now, or none while the agent is away.  Thread-safe.
+    """The current session, or None while the agent is away.  Thread-safe.
 
-    memories: to register with every session; shared with the store.  session: may end at any
-    moment, which its calls tell by AgentLost.  reconnects: since the first session.
+    memories: registered with every session; the list is shared with the store.  session: may end
+    at any moment; its calls raise AgentLost then.  reconnects: number since the first session.
     Raises what AgentSession raises.
     """
 
@@ -72,14 +72,14 @@ class KeptSession:
             self._memories.append(memory)
 
     def unregister(self, memory: HostMemory) -> None:
-        """Forgets memory; no transfer of it may be under way."""
+        """Unregisters memory; no transfer may use it."""
         with self._lock:
             self._memories.remove(memory)
             if self.session is not None:
-                self.session.unregister(memory)  # a lost one does when it is closed
+                self.session.unregister(memory)  # a lost session unregisters when it closes
 
     def wait_lost(self, timeout_s: float) -> bool:
-        """Waits until nothing is under way in sessions that were lost, whose puts are over."""
+        """Waits until the transfers of lost sessions have ended; their puts have failed already."""
         deadline_s = time.monotonic() + timeout_s
         return all(
             each.wait_quiet(max(0.0, deadline_s - time.monotonic()))
@@ -88,8 +88,8 @@ class KeptSession:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Ends what is under way, and the session.  Raises DeviceTimeout; a call after that goes on
-        from there.
+        """Waits for transfers, and closes the session.  Raises DeviceTimeout; another call then
+        continues.
         """
         with self._lock:
             self._closed = True
@@ -108,7 +108,7 @@ class KeptSession:
             raise errors[0]
 
     def _sessions(self) -> list[AgentSession]:
-        """The session of now, and those that may still move pages."""
+        """The current session, and lost ones that may still move pages."""
         session, retired = self.session, self._retired
         return retired if session is None else [*retired, session]
 
@@ -126,7 +126,7 @@ class KeptSession:
             self._changed.notify_all()
 
     def _keep(self) -> None:
-        """Retires a session whose agent is lost, and connects again."""
+        """Closes sessions whose agent is lost, and connects again; runs on a thread of its own."""
         while not self._closed:
             with self._lock:
                 self._changed.wait_for(lambda: self._closed or self._is_lost(), 1.0)
@@ -153,7 +153,7 @@ class KeptSession:
             self._retired = [each for each in self._retired if each is not session]
 
     def _retire_late(self) -> None:
-        """Sessions whose transfers outlasted the first attempt: an agent waits for their files."""
+        """Tries again to close sessions that had transfers: an agent waits for their files."""
         for session in self._retired:
             if session.wait_quiet(0.0):
                 self._retire(session)
@@ -165,16 +165,16 @@ class KeptSession:
             try:
                 self._adopt(self._open())
                 return
-            except Exception as error:  # whatever it is, the next attempt may succeed
+            except Exception as error:  # of any kind: the next attempt may succeed
                 level = logging.DEBUG if isinstance(error, TuttiError) else logging.WARNING
                 _log.log(level, "not connected: %s", error)
                 with self._lock:
-                    # Spread, so that many clients do not come at the same moment.
+                    # Jitter, so that many clients do not reconnect at once.
                     self._changed.wait_for(lambda: self._closed, pause_s * random.uniform(0.5, 1))
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
 
     def _adopt(self, session: AgentSession) -> None:
-        """Makes a new session the one of now, or closes it."""
+        """Makes a new session the current one, or closes it and raises."""
         try:
             if session.layout != self._layout or session.geometry != self._geometry:
                 raise PoolMismatch("the agent has another pool now; restart this process")
@@ -188,12 +188,12 @@ class KeptSession:
         except BaseException:
             session.close(self._timeout_s)
             raise
-        with contextlib.suppress(Exception):  # a handler of the user's
+        with contextlib.suppress(Exception):  # a logging handler of the user's
             _log.info("connected to the agent at %s again", self._path)
 
 
 def _check_apart(memories: list[HostMemory]) -> None:
-    """As a controller would: raises ConfigError for memory that overlaps."""
+    """Raises ConfigError for memory that overlaps, as a controller would."""
     ranges = sorted(buffer for memory in memories for buffer in memory.buffers)
     for (start, nbytes), (following, _) in itertools.pairwise(ranges):
         if start + nbytes > following:

@@ -1,4 +1,4 @@
-"""The agent's socket: made for one user or a group, closed to all others."""
+"""The agent's socket, which only one user, or also a group, may connect to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_out_of_files(error: BaseException | None) -> bool:
 
 
 def out_of_files() -> AgentRefused:
-    """What a client is told for whom no descriptor is left."""
+    """The error for a client when the agent has no free descriptor."""
     return AgentRefused(
         "the agent has as many files open as it may; end other clients, or restart the agent with"
         " a higher limit (ulimit -Hn)"
@@ -31,7 +31,7 @@ def out_of_files() -> AgentRefused:
 
 
 class SpareFile:
-    """A descriptor to give up when no other is left, so that one more peer can be answered.
+    """A reserved descriptor, released when no other is free, so that one more peer can be answered.
 
     Not thread-safe.
     """
@@ -40,20 +40,20 @@ class SpareFile:
         self._fd = -1
 
     def take(self) -> None:
-        """Has a descriptor from now on, if one is free."""
+        """Reserves a descriptor, if one is free."""
         if self._fd < 0:
             with contextlib.suppress(OSError):
                 self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """Frees the descriptor.  A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def check_peer(peer: socket.socket, group: int | None) -> int:
-    """The process at the other end.  Raises AgentRefused for one of another user and group."""
+    """The peer's process id.  Raises AgentRefused for a process of another user and group."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     allowed = uid in (0, os.geteuid())
@@ -68,7 +68,7 @@ def check_peer(peer: socket.socket, group: int | None) -> int:
 
 
 def listen(path: str, group: int | None) -> socket.socket:
-    """A listening socket for this user alone, or a group; a dead agent's socket is replaced."""
+    """A listening socket for this user, and ``group`` unless None.  Replaces a dead agent's."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)
@@ -98,7 +98,8 @@ def listen(path: str, group: int | None) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Raises PoolInUse when an agent answers there, ConfigError for what is not a socket."""
+    """Removes a dead agent's socket.  Raises PoolInUse when an agent answers, ConfigError if the
+    path is not a socket."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -119,14 +120,14 @@ def _remove_stale(path: str) -> None:
 
 
 def _groups_of(pid: int) -> tuple[int, ...]:
-    """Supplementary groups of a process, as /proc shows them; none where it does not."""
+    """Supplementary groups of a process, from /proc; empty if it cannot be read."""
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
     except OSError as error:
         if is_out_of_files(error):
             raise out_of_files() from error
         return ()
-    for line in lines:  # the name of a process is any bytes but this end of a line
+    for line in lines:  # bytes: a process's name may be any, except a newline
         if line.startswith(b"Groups:"):
             return tuple(int(word) for word in line.split()[1:])
     return ()

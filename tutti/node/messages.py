@@ -1,8 +1,8 @@
-"""Protocol between agent and clients: messages, their encoding, and their frames.
+"""The protocol between agent and clients: messages, their encoding and their frames.
 
 A frame is the length of its body (u32, little-endian) and the body: one message in MessagePack, an
 array that begins with the message's name.  Arrays of numbers travel as bytes, little-endian.  The
-schema has a version; a client of another version is refused by the first answer.
+schema has a version; the agent's first answer refuses a client of another version.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ except ImportError as _missing:
 VERSION = 5
 FRAME_NBYTES_MAX = 1 << 20
 HEADER = struct.Struct("<I")
-#: Members' files that one answer can carry (SCM_MAX_FD of Linux is 253).
+#: Most descriptors of members' files in one answer (SCM_MAX_FD of Linux is 253).
 FILES_MAX = 250
-#: Most keys of one request or answer, and most objects described in one; both fit into a message.
+#: Most keys, or descriptions of objects, in one request or answer, so that it fits into a message.
 LISTED_MAX = 32768
 DESCRIBED_MAX = 2048
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """One request or one answer."""
+    """Base of requests and answers."""
 
 
 class Hello(Message, tag="hello"):
-    """Opens a session: which pool, as the JSON of its layout; empty when the agent has one.
+    """Opens a session.  layout: the pool's, as JSON; empty for the agent's only pool.
 
-    capacity: bytes of a pool that the agent is to make when it has none of this layout.
-    pool: instead of the layout, how the pool's name begins; see Pools.
+    capacity: bytes of the pool that the agent makes if it has none of this layout.
+    pool: instead of the layout, the start of the pool's name; see Pools.
     """
 
     version: int
@@ -52,11 +52,11 @@ class Hello(Message, tag="hello"):
 
 
 class Pools(Message, tag="pools"):
-    """Asks, instead of opening a session, for the names of the agent's pools, open or not."""
+    """Asks for the names of the agent's pools, open or not, without opening a session."""
 
 
 class AskSpeeds(Message, tag="speeds"):
-    """Asks, instead of opening a session, for the speeds of the media: a list as at_open.Speeds."""
+    """Asks for the speeds of the media (fields of at_open.Speeds), without opening a session."""
 
 
 class Join(Message, tag="join"):
@@ -104,9 +104,9 @@ class PlanLoad(Message, tag="load"):
 
 
 class Moved(Message, tag="moved"):
-    """A job ended.  status: u32 for each of its pages, empty for success.
+    """Reports the end of a job.  status: u32 per page of the job, or empty if all succeeded.
 
-    digests: of a put, u64 for each page and layer.  Answered by Written for a put only.
+    digests: of a put, u64 (pages, layers).  Only the end of a put is answered, by Written.
     """
 
     job: int
@@ -115,17 +115,17 @@ class Moved(Message, tag="moved"):
 
 
 class Call(Message, tag="call"):
-    """Any other operation of a store, by name with its arguments."""
+    """Any other operation of a store, by its name and arguments."""
 
     name: str
     arguments: dict[str, Any] = {}
 
 
 class Welcome(Message, tag="welcome"):
-    """A session is open; the files of the pool's members come with this answer.
+    """A session is open.  Descriptors of the members' files come with this answer (SCM_RIGHTS).
 
-    geometry: layers, segments, lba_nbytes, group_slots, groups.  nsids: of each member of the pool,
-    the number of its file from 1 on, 0 for one that is missing.  batch_pages: most keys of one
+    geometry: layers, segments, lba_nbytes, group_slots, groups.  nsids: per member of the pool,
+    the 1-based number of its file, or 0 if the member is missing.  batch_pages: most keys of one
     PlanPut or PlanLoad.
     """
 
@@ -142,10 +142,10 @@ class Welcome(Message, tag="welcome"):
 
 
 class MoveJob(Message, tag="job"):
-    """Pages to move: a slot (i64) for each, and which of the plan they are (u32; empty for all).
+    """Pages to move.  slots: i64 per page.  pages: u32 numbers in the plan; empty for all.
 
-    digests: u64 for each page and layer, to be compared when ``compare``.  whole: no layer counts
-    before all have been compared.
+    digests: u64 (pages, layers), to compare with if ``compare``.  whole: no layer is ready before
+    all layers have been compared.
     """
 
     job: int
@@ -159,9 +159,9 @@ class MoveJob(Message, tag="job"):
 class Plan(Message, tag="plan"):
     """Answers PlanPut and PlanLoad.
 
-    number: of a put, as Written repeats it.  outcome: of a put, u8 for each key, or empty: final
-    if it has no job.
-    status: u32 for each key, empty when all are 0: of keys that need not be moved any more.
+    number: identifies a put; Written repeats it.  outcome: of a put, u8 per key; final if there
+    are no jobs.
+    status: u32 per key, for keys that no job moves; empty when all are 0.
     """
 
     number: int
@@ -171,7 +171,7 @@ class Plan(Message, tag="plan"):
 
 
 class Written(Message, tag="written"):
-    """A put is over: the outcome (u8) and status (u32, or empty) of each key."""
+    """A put has ended.  outcome: u8 per key.  status: u32 per key, or empty when all are 0."""
 
     number: int
     outcome: bytes
@@ -179,13 +179,13 @@ class Written(Message, tag="written"):
 
 
 class Answer(Message, tag="answer"):
-    """The result of a request that has no answer of its own."""
+    """The result of a request whose answer has no message type of its own."""
 
     value: Any = None
 
 
 class Failure(Message, tag="failure"):
-    """A request failed: the name of a class of tutti.errors, and what to tell the caller."""
+    """A request failed: the name of a class in tutti.errors, and its message."""
 
     kind: str
     message: str
@@ -218,8 +218,8 @@ def frame(message: Message) -> bytes:
 
 
 def body_nbytes(header: bytes | bytearray | memoryview) -> int:
-    """The length of a body from its header, which may have more behind it.  Raises AgentRefused
-    for one that is never sent.
+    """The length of a body, from the header that ``header`` begins with.  Raises AgentRefused for
+    lengths that are never sent.
     """
     nbytes: int = HEADER.unpack_from(header)[0]
     if not 0 < nbytes <= FRAME_NBYTES_MAX:
@@ -258,8 +258,8 @@ def keys_of(raw: bytes) -> Keys:
 
 
 def rows_of(job: MoveJob, pages: int) -> Rows:
-    """Which of the ``pages`` of its plan a job moves, (n,).  Raises AgentRefused for another n of
-    slots, and for pages that the plan does not have.
+    """Which of the ``pages`` of its plan a job moves, (n,).  Raises AgentRefused if the job does
+    not have n slots, and for pages that the plan does not have.
     """
     n, rest = divmod(len(job.slots), 8)
     if not rest and len(job.rows) in (0, 4 * n):
@@ -292,12 +292,12 @@ def statuses_of(raw: bytes, n: int) -> U32:
 
 
 def packed_status(status: U32) -> bytes:
-    """What statuses_of reads."""
+    """Statuses (n,) as bytes for ``statuses_of``."""
     return status.astype("<u4").tobytes() if status.any() else b""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An error as an answer; what is not from this project is called a defect."""
+    """An error as an answer; one that is not a TuttiError is reported as a defect."""
     if isinstance(error, TuttiError):
         return Failure(type(error).__name__, str(error))
     return Failure("AgentRefused", f"the agent failed ({type(error).__name__}: {error})")
@@ -309,6 +309,6 @@ def error_of(failure: Failure) -> TuttiError:
     if isinstance(kind, type) and issubclass(kind, TuttiError):
         try:
             return kind(failure.message)
-        except TypeError:  # it takes more than a message
+        except TypeError:  # its constructor needs more than a message
             pass
     return AgentRefused(failure.message)

@@ -49,7 +49,7 @@ from tutti.transfers.tickets import Outcome, PutProgress
 
 _log = logging.getLogger(__name__)
 
-#: Bytes of a plan for one page without its digests, and of a message without its pages.
+#: Bytes per page of a plan, without digests; and bytes of a message, without its pages.
 _PAGE_NBYTES = 64
 _REST_NBYTES = 64 << 10
 _PROVE_OBJECTS = 64
@@ -82,7 +82,7 @@ class PoolService:
         fitting = (FRAME_NBYTES_MAX - _REST_NBYTES) // page_nbytes
         self.batch_pages = max(1, min(store._writer.batch_pages, fitting))
         self.sessions: dict[bytes, ClientSession] = {}
-        #: One report is handled at a time: it may wait for staging of records, or for the medium.
+        #: Reports are handled one at a time; each may wait for staging of records or the medium.
         self.reporting = threading.Lock()
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
@@ -91,25 +91,25 @@ class PoolService:
         start_thread(self._prover, "tutti-agent-prove", give_up)
 
     def open_session(self, pid: int, report: Callable[[Written], None]) -> ClientSession:
-        """A session for a process, whose ``report`` is called from any thread."""
+        """Opens a session for a process.  report: sends a put's outcome, from any thread."""
         session = ClientSession(self, pid, report)
         self.sessions[session.id] = session
         self._share_lookups()
         return session
 
     def forget(self, session: ClientSession) -> None:
-        """The session has ended and its transfers are over."""
+        """Forgets a session that has ended, and whose transfers have ended."""
         self.sessions.pop(session.id, None)
         self._share_lookups()
 
     def _share_lookups(self) -> None:
-        """A pin lasts for so many look-ups of its own process, not of all of them."""
+        """Scales the life of pins, given in look-ups of one process, by the number of sessions."""
         with self.core.lock:
             lookups = self.core.config.pin_lookups * max(1, len(self.sessions))
             self.core.lookup_pins.set_lookups(lookups)
 
     def close(self) -> None:
-        """Closes the pool; sessions must have ended, or it is left unclean."""
+        """Closes the pool; it is not marked clean unless all sessions have ended."""
         self._stopping.set()
         self._prover.join(_STOP_S)
         if self.tier is not None:
@@ -117,7 +117,7 @@ class PoolService:
         self.store.close()
 
     def _prove(self) -> None:
-        """Verifies in the background what an unclean close left, for all clients."""
+        """Verifies the objects that an unclean close left unproven, in the background."""
         pause_s = 0.0
         while not self._stopping.wait(pause_s):  # bounded by close()
             try:
@@ -136,8 +136,8 @@ class PoolService:
 class ClientSession:
     """One client of one pool: what it has pinned and what it moves.
 
-    id: 16 random bytes that other connections of the client join by.  has_left: the client has
-    closed it, and does not just end.
+    id: 16 random bytes; further connections of the client join the session by them.
+    has_left: the client closed the session, so its end does not count as lost.
     """
 
     def __init__(self, service: PoolService, pid: int, report: Callable[[Written], None]) -> None:
@@ -155,7 +155,7 @@ class ClientSession:
         self._nameless = itertools.count(1)
 
     def share_files(self) -> list[int]:
-        """The members, opened for the client; the caller closes them once they are sent."""
+        """New descriptors of the members, for the client; the caller closes them once sent."""
         try:
             return shared_file.reopen(self.service._fds, self._place)
         except Unsupported as error:
@@ -164,7 +164,7 @@ class ClientSession:
             raise
 
     def welcome(self) -> Welcome:
-        """What the client has to know."""
+        """The answer that opens the session."""
         core, geometry = self._core, self._core.geometry
         return Welcome(
             VERSION,
@@ -211,7 +211,7 @@ class ClientSession:
         return f"{self._prefix}:{name}"
 
     def plan_put(self, message: PlanPut) -> Plan | memoryview:
-        """Slots for the keys that are not there, or the frame of this answer.
+        """Plans a put: slots for the keys that are absent.  Returns the plan or its frame.
 
         Raises what ObjectStore.put raises.
         """
@@ -244,7 +244,7 @@ class ClientSession:
         return chain.answer
 
     def _plan_any_put(self, number: int, message: PlanPut) -> Plan:
-        """A put that has to wait for space, or with a namespace or a time to live."""
+        """Plans a put that waits for space, or has a namespace or an expiry."""
         core, keys = self._core, keys_of(message.keys)
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
@@ -267,7 +267,7 @@ class ClientSession:
         return Plan(number, jobs, known)
 
     def _told(self, job: RemoteJob, *, whole: bool = False) -> MoveJob:
-        """What the client hears of a job, which is under way from now on."""
+        """Registers a job, which is under way then; returns the message for the client."""
         number = self.jobs.number()
         self.jobs.add(number, job)
         return job.message(number, whole)
@@ -278,10 +278,9 @@ class ClientSession:
         self._report(Written(number, progress.outcome.tobytes(), packed_status(progress.status)))
 
     def plan_load(self, message: PlanLoad) -> Plan | memoryview:
-        """Where the objects are, which stay there until the client reports its jobs; or the frame
-        of this answer.
+        """Plans a load: the objects keep their slots until the client reports the jobs.
 
-        Raises what ObjectStore.load raises.
+        Returns the plan or its frame.  Raises what ObjectStore.load raises.
         """
         raw, loader, number = message.keys, self._loader, self.jobs.number()
         self._check_batch(raw)
@@ -294,7 +293,7 @@ class ClientSession:
         return answer or self._plan_any_load(keys_of(raw), plan, every=every)
 
     def _plan_any_load(self, keys: Keys, plan: LoadPlan, *, every: bool) -> Plan:
-        """A load in several jobs, or whose digests have to be read."""
+        """Plans a load that needs several jobs, or whose digests must be read first."""
         planned = PlannedMemory(self._core.geometry)
         pages, memory = planned.of_rows(len(keys))
         progress = self._loader.load_planned((keys, plan, pages, memory), every=every)
@@ -303,7 +302,7 @@ class ClientSession:
         return Plan(0, jobs, status=packed_status(progress.record_status))
 
     def moved(self, message: Moved) -> None:
-        """The client reports a job.  May wait for staging of records."""
+        """Handles the client's report of a job.  May wait for staging of records."""
         job = self.jobs.take(message.job)
         try:
             with self.service.reporting:
@@ -324,7 +323,7 @@ class ClientSession:
             )
 
     def disconnect(self) -> None:
-        """The client is gone: its pins are taken back."""
+        """Releases the pins of a client that is gone."""
         self.unpin("")
 
     def is_using_files(self) -> bool:
@@ -332,8 +331,8 @@ class ClientSession:
         return shared_file.is_open_elsewhere(self.service._fds, self._place)
 
     def end(self) -> None:
-        """No request and no transfer of the client is under way: what it had not reported has
-        failed.
+        """Ends the session once no request and no transfer of the client is under way: its jobs
+        that were not reported fail.
         """
         self.disconnect()  # again: a last request may have pinned
         self.jobs.end()

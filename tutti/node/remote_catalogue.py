@@ -27,10 +27,10 @@ class RemoteCatalogue:
 
     @takes(namespace=optional(text))
     def keys(self, namespace: str | None = None) -> Keys:
-        """See Catalogue; what comes or goes meanwhile may be left out."""
+        """See Catalogue; objects that are stored or evicted meanwhile may be missing."""
         parts: list[Keys] = [np.zeros((0, 16), np.uint8)]
         start, more = 0, True
-        while more:  # bounded: the pool's slots end
+        while more:  # bounded by the pool's slots
             raw, start = self._call("list", start=start, namespace=namespace)
             parts.append(keys_of(raw))
             more = len(parts[-1]) == LISTED_MAX
@@ -61,7 +61,7 @@ class RemoteCatalogue:
 
 
 def parts_of(keys: Keys, n: int) -> Iterator[bytes]:
-    """The bytes of keys, of ``n`` at a time."""
+    """The bytes of keys, ``n`` keys at a time."""
     keys = as_keys(keys)
     for start in range(0, len(keys), n):
         yield keys[start : start + n].tobytes()

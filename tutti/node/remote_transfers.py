@@ -1,4 +1,4 @@
-"""Transfers that a client carries out: the agent plans them, and hears how they ended.
+"""Transfers that a client carries out: the agent plans them, and the client reports their end.
 
 The writer and the loader of a store work on these as on transfers of an engine: a plan collects
 what they submit, the client gets it in one answer, and reports every job by its number.
@@ -33,7 +33,7 @@ from tutti.transfers.writer import Writer
 class RemoteJob:
     """Pages that a client moves.  See gio_uring's Transfer.
 
-    page_status: u32 (pages,), what the client reported; final once released.
+    page_status: u32 (pages,), as the client reported; final once released.
     """
 
     def __init__(self, slots: Slots, pages: U32, options: TransferOptions) -> None:
@@ -48,7 +48,7 @@ class RemoteJob:
         self._sent = False
 
     def message(self, number: int, whole: bool = False) -> MoveJob:
-        """The job as a client gets it, who moves it from now on."""
+        """The job as a message; from now on the client moves its pages."""
         self._sent = True
         digests = self._digests
         return MoveJob(
@@ -61,9 +61,9 @@ class RemoteJob:
         )
 
     def finish(self, status: bytes, digests: bytes) -> None:
-        """The client moved the pages, or failed to.  A second report counts for nothing.
+        """Ends the job with the client's report.  A second report has no effect.
 
-        Raises ConfigError for statuses or digests of another number of pages.
+        Raises ConfigError if the number of statuses or digests is wrong.
         """
         statuses = statuses_of(status, self._pages.size)
         wanted = None if self._compare else self._digests
@@ -71,7 +71,7 @@ class RemoteJob:
         self._end(statuses, computed)
 
     def fail(self, status: int) -> None:
-        """The client is gone, and so is everything that it had under way."""
+        """Ends the job with one status for all pages, after the client is gone."""
         self._end(np.full(self._pages.size, status, np.uint32), None)
 
     def _end(self, statuses: U32, digests: U64 | None) -> None:
@@ -100,10 +100,10 @@ class RemoteJob:
         raise Unsupported("the agent has no GPU stream; the client orders its own")
 
     def open_gate(self) -> None:
-        """See Transfer: a client gets the digests with the job."""
+        """Does nothing: the client gets the digests with the job."""
 
     def cancel(self) -> None:
-        """A job that no client knows of ends at once; others end when their client reports."""
+        """Ends a job that was not sent to the client; others end with the client's report."""
         if not self._sent:
             self.fail(STATUS_CANCELLED)
 
@@ -111,8 +111,8 @@ class RemoteJob:
 class PlannedMemory:
     """Stands for a client's memory in one request: collects the jobs instead of moving pages."""
 
-    #: Another process moves the pages: the jobs it gets are complete, and scarce staging is
-    #: reserved only when it reports.
+    #: Another process moves the pages.  Its jobs must be complete, with their digests; staging,
+    #: which is scarce, is reserved only when it reports.
     is_remote = True
 
     def __init__(self, geometry: Geometry) -> None:
@@ -121,7 +121,7 @@ class PlannedMemory:
         self._segments = geometry.segments
 
     def of_rows(self, rows: int) -> tuple[U32, PagedMemory]:
-        """Pages that are the numbers of the rows of a request, and memory to name them in."""
+        """Pages 0 .. rows - 1, and a memory without addresses that contains them."""
         bases = np.zeros((self._layers, len(self._segments)), np.uint64)
         memory = PagedMemory(bases, self._segments, self._segments, max(1, rows), None, self)
         return np.arange(rows, dtype=np.uint32), memory
@@ -142,7 +142,7 @@ class PlannedMemory:
 
 
 class PlannedLoad:
-    """The only job of a load that a client carries out, whose digests are known if it compares."""
+    """The only job of a load that a client carries out; its digests, if needed, are known."""
 
     def __init__(self, loader: Loader, plan: LoadPlan) -> None:
         self._loader, self._plan = loader, plan
@@ -162,7 +162,7 @@ class PlannedLoad:
 class PlacedPut:
     """The only job of a put that a client carries out.
 
-    layers: of digests that it has to compute for each page; 0 for none.  over: with the outcome.
+    layers: number of digests to compute per page; 0 for none.  over: called with the outcome.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class PlacedPut:
 
 
 def _computed(digests: bytes, statuses: U32, layers: int) -> U64 | None:
-    """Digests (n, layers) from their bytes; None where no page was moved.  Raises ConfigError."""
+    """Digests (n, layers) from their bytes; None if no page was moved.  Raises ConfigError."""
     if statuses.all():
         return None
     expected = 8 * layers * statuses.size
@@ -193,7 +193,7 @@ def _computed(digests: bytes, statuses: U32, layers: int) -> U64 | None:
     return np.frombuffer(bytearray(digests), "<u8").reshape(statuses.size, layers)
 
 
-#: What a client reports: each ends once.
+#: What a client reports; each ends once.
 Planned = RemoteJob | PlannedLoad | PlacedPut
 
 
@@ -207,11 +207,11 @@ class JobTable:
         self._ended = False
 
     def number(self) -> int:
-        """A number that no other job has."""
+        """A number that is unique in this session."""
         return next(self._numbers)
 
     def add(self, number: int, job: Planned) -> None:
-        """A job is under way.  After ``end`` it fails at once."""
+        """Adds a job that is under way.  After ``end`` it fails at once."""
         with self._lock:
             if not self._ended:
                 self._jobs[number] = job
@@ -219,7 +219,7 @@ class JobTable:
         job.fail(STATUS_CANCELLED)
 
     def take(self, number: int) -> Planned:
-        """The job of a number, once.  Raises ConfigError for a number that is not under way."""
+        """Removes and returns a job.  Raises ConfigError for a number that is not under way."""
         with self._lock:
             job = self._jobs.pop(number, None)
         if job is None:
@@ -231,7 +231,7 @@ class JobTable:
         return not self._jobs
 
     def end(self) -> None:
-        """No transfer of the client is under way any more: all jobs fail."""
+        """Fails all jobs, when no transfer of the client is under way any more."""
         with self._lock:
             self._ended = True
             jobs, self._jobs = list(self._jobs.values()), {}

@@ -1,4 +1,4 @@
-"""The agent's end of one connection: a thread that reads requests and answers each before the next.
+"""The agent's end of one connection: a thread that answers each request before it reads the next.
 
 Threads, not an event loop: a request is one wake-up of one thread, and what has to wait for space
 or for the medium waits there, where it delays no other connection.
@@ -55,9 +55,9 @@ _TIMEVAL = struct.Struct("ll")
 class AgentConfig:
     """How an agent serves.
 
-    path: of its socket, mode 0600.  group: members of this group may connect as well (0660).
-    hello_s: how long a connection may take for its first message, and to complete any message.
-    unread_s: how long a client may leave answers unread.  connections_max: of all clients.
+    path: of its socket, mode 0600.  group: id of a group that may connect, too (mode 0660).
+    hello_s: limit for the first message of a connection, and for the rest of any message.
+    unread_s: limit for a client to read its answers.  connections_max: of all clients together.
     """
 
     path: str
@@ -85,10 +85,10 @@ class Host(Protocol):
 
 
 class Outgoing:
-    """Sends messages on a socket from any thread, without waiting for its reader.
+    """Sends messages on a socket from any thread, without waiting for the peer to read.
 
-    What the socket does not take at once waits here, for a thread that lives as long as something
-    does.  A reader that leaves something for ``unread_s``, or leaves too much, is cut off.
+    Bytes that do not fit into the socket's buffer are queued and sent by a thread that ends with
+    the queue.  A peer that leaves them unread for ``unread_s``, or too many, is disconnected.
     """
 
     def __init__(self, peer: socket.socket, unread_s: float) -> None:
@@ -97,7 +97,7 @@ class Outgoing:
         self._unsent: deque[bytes | memoryview] = deque()
         self._unsent_nbytes = 0
         self._is_closed = False
-        self._lock = threading.Lock()  # in a fifth of the time of its condition
+        self._lock = threading.Lock()  # takes a fifth of the time of taking the condition
         self._changed = threading.Condition(self._lock)
 
     def send(self, raw: bytes | memoryview) -> None:
@@ -111,7 +111,7 @@ class Outgoing:
                 except BlockingIOError:
                     sent = 0
                 except OSError:
-                    return  # the connection's thread finds its end
+                    return  # the connection's thread notices the end
                 if sent == len(raw):
                     return
                 raw = raw[sent:]
@@ -130,18 +130,18 @@ class Outgoing:
                 self.cut_off()
 
     def drain(self) -> None:
-        """Waits until the reader took all, or was cut off: so long no request of its is read."""
+        """Waits until the queue is empty, or cuts the peer off; its requests wait meanwhile."""
         if self._unsent:
             with self._changed:
                 if not self._changed.wait_for(lambda: not self._unsent, self._unread_s):
                     self.cut_off()
 
     def close(self) -> None:
-        """Nothing is sent any more on return."""
+        """Disconnects, and waits until nothing is being sent."""
         with self._changed:
             self._is_closed = True
             self.cut_off()
-            # What is shut down fails at once.
+            # Sends on a socket that is shut down fail at once.
             self._changed.wait_for(lambda: not self._unsent, self._unread_s)
 
     def cut_off(self) -> None:
@@ -169,7 +169,7 @@ class Outgoing:
 
 
 class ServedConnection:
-    """One connection of a client; the first of a session is the one that it ends with."""
+    """One connection of a client; a session ends with its first connection."""
 
     def __init__(self, agent: Host, peer: socket.socket, pid: int) -> None:
         self._agent = agent
@@ -193,14 +193,14 @@ class ServedConnection:
         start_thread(threading.Thread(target=self._run, daemon=True), "tutti-agent-client")
 
     def shut_down(self) -> None:
-        """Ends the connection, from any thread, without a word."""
+        """Ends the connection from any thread, without a message."""
         self._outgoing.cut_off()
 
     def _run(self) -> None:
         try:
             while (body := self._next_body()) is not None:
                 self._serve(body)
-                self._agent.count("requests")  # while the client goes on
+                self._agent.count("requests")  # counted while the client continues
                 self._outgoing.drain()
         except AgentRefused as error:
             self._agent.count("refused")
@@ -215,7 +215,7 @@ class ServedConnection:
             self._peer.close()
 
     def _serve(self, body: bytes | memoryview) -> None:
-        """Raises AgentRefused, which ends the connection."""
+        """Answers one request.  Raises AgentRefused, which ends the connection."""
         try:
             answer = self._answer(read_request(body))
             if isinstance(answer, memoryview):
@@ -224,7 +224,7 @@ class ServedConnection:
                 self._send(answer)
         except AgentRefused:
             raise
-        except Exception as error:  # goes to the client
+        except Exception as error:  # sent to the client
             if not isinstance(error, TuttiError):
                 _log.error("a request failed", exc_info=error)
             self._send(failure_of(error))
@@ -233,9 +233,9 @@ class ServedConnection:
                 self.shut_down()
 
     def _next_body(self) -> bytes | memoryview | None:
-        """The next whole message; None at the end of the connection.
+        """The next complete message; None at the end of the connection.
 
-        Raises AgentRefused when the first message, or the rest of one, does not come in time.
+        Raises AgentRefused when the first message, or the rest of one, does not arrive in time.
         """
         hello_s = self._agent.config.hello_s
         began_s = 0.0
@@ -255,12 +255,12 @@ class ServedConnection:
                 return None
             is_first = not self._buffer and len(part) > HEADER.size
             if is_first and len(part) == HEADER.size + body_nbytes(part):
-                return memoryview(part)[HEADER.size :]  # one request at a time, as a rule
+                return memoryview(part)[HEADER.size :]  # the common case: exactly one request
             self._buffer += part
         return body
 
     def _whole(self) -> bytes | None:
-        """A message that has come as a whole."""
+        """The next message in the buffer, if it is complete."""
         buffer = self._buffer
         have = len(buffer)
         if have < HEADER.size:
@@ -273,7 +273,7 @@ class ServedConnection:
         return body
 
     def _answer(self, message: Any) -> Message | memoryview | None:
-        """The answer to a request, or its frame; None where none is due, or where it was sent."""
+        """The answer to a request, or its frame; None if none is due, or it was sent already."""
         session = self.session
         if session is None:
             return self._greet(message)
@@ -321,16 +321,16 @@ class ServedConnection:
         self._agent.session_opened(session)
         files = session.share_files()
         try:
-            # Nothing was sent before: the socket takes this at once, and the files with it.
+            # Nothing was sent before, so the buffer has room for this and the descriptors.
             welcome = frame(session.welcome())
             sent = socket.send_fds(self._peer, [welcome], files)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the client is gone, as the next read finds
+            return  # the client is gone; the next read finds that
         finally:
             for fd in files:
                 os.close(fd)
         self._outgoing.send(welcome[sent:])
 
     def _send(self, message: Message) -> None:
-        """From any thread."""
+        """Sends a message, from any thread."""
         self._outgoing.send(frame(message))
