@@ -82,9 +82,9 @@ _QUICK: native.Prototypes = {
 
 
 def part(prototypes: native.Prototypes) -> Callable[[], ctypes.CDLL]:
-    """A function that gives the native library with the types of these functions declared.
+    """Returns a function that loads the native library and declares these functions' types.
 
-    It raises NativeError, at its first call, as `native.declare` does.
+    Its first call raises NativeError where `native.declare` does.
     """
     return cache(lambda: native.declare(native.lib(), prototypes))
 
@@ -99,6 +99,6 @@ def quick() -> ctypes.CDLL:
 
 
 def check(result: int, what: str, remedy: str, error: type[TuttiError] = NativeError) -> None:
-    """Raise `error` when `result` is a negative errno, naming what failed and what to do."""
+    """Raises `error` when `result` is a negative errno; the message has `what` and `remedy`."""
     if result < 0:
         raise error(f"{what}: {os.strerror(-result)}; {remedy}")

@@ -1,8 +1,8 @@
-"""Interface of what executes NVMe commands, as Python sees it: the lowest seam.
+"""Python's interface to controllers, which execute NVMe commands: the lowest layer.
 
-`Controller` is the protocol that everything above relies on; `NativeController` implements it for
-controllers that live in the native library. Memory that a controller may still write is never
-freed: what could not be reset stays reserved until the process ends.
+`NativeController` is the base of all controllers; they live in the native library. Memory that a
+controller may still write is never freed: after a failed reset it stays reserved until the process
+exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HAS_VOLATILE_CACHE = 4
 HAS_PRP = 8
 
 _CLOSE_TIMEOUT_S = 5.0
-#: How long one handle may sleep in the caller's thread before the others are served.
+#: Longest sleep of `service` in one handle, so that the others are served meanwhile.
 _TURN_NS = 100_000
 
 #: (handle, memory) of controllers that could not be reset: they may still write there.
@@ -75,7 +75,7 @@ class ControllerInfo:
 
 
 class ServingEngine(Protocol):
-    """What serves a controller and is not its own thread."""
+    """An engine whose thread serves a controller."""
 
     def reset(self, timeout_s: float) -> None:
         """Resets the controller. Raises DeviceTimeout."""
@@ -84,12 +84,12 @@ class ServingEngine(Protocol):
 class NativeController(Owned):
     """A controller in the native library; a context manager.
 
-    One thread at a time serves it: the caller of `service`, an engine's, or the one that `start`
-    makes. It serves the queue pairs of all producers, those of GPU kernels included, which may
-    come and go meanwhile.
+    One thread at a time serves it: the caller of `service`, an engine's thread, or one that
+    `start` makes. It serves the queue pairs of all producers, GPU kernels included; they may be
+    created and closed meanwhile.
 
-    handles: the native objects, each with a service thread of its own: a drive, or a share of one.
-    handle: the first of them. routes: (service thread, nsid there), by nsid - 1.
+    handles: the native objects, one per service thread: each is a drive, or some of a controller's
+    files. handle: the first of them. routes: (service thread, its nsid) by nsid - 1.
     """
 
     def __init__(self, handle: int, *others: int) -> None:
@@ -105,7 +105,7 @@ class NativeController(Owned):
         self.info = self._read_info()
 
     def _finalize(self) -> weakref.finalize[..., Any]:
-        """What the native side may touch lives at least until it has been destroyed."""
+        """Keeps what the native side may touch until the native objects are destroyed."""
         return finalize(self, _abandon, self.handles, self._buffers, self._rings)
 
     def _read_info(self) -> ControllerInfo:
@@ -126,7 +126,7 @@ class NativeController(Owned):
 
     @property
     def routes(self) -> list[tuple[int, int]]:
-        """The service thread of each namespace, in turns, and its nsid there."""
+        """(service thread, its nsid) of each namespace; namespaces are dealt to threads in turn."""
         threads = len(self.handles)
         return [(i % threads, i + 1) for i in range(self.info.namespaces)]
 
@@ -141,8 +141,8 @@ class NativeController(Owned):
 
     @property
     def doorbell_registers(self) -> list[tuple[int, int]]:
-        """(address, bytes) of doorbells that are a drive's registers, by service thread; none where
-        they are words.
+        """(address, bytes) of doorbells in a drive's registers, by service thread; empty if they
+        are words in memory.
         """
         return []
 
@@ -154,10 +154,10 @@ class NativeController(Owned):
         return "direct"
 
     def check_places(self) -> None:
-        """Raises PoolMoved where a file is no longer what was opened under its name."""
+        """Raises PoolMoved if the name of an open file leads to another file now."""
 
     def register(self, buffer: Any) -> DmaRegion:
-        """Let commands name a buffer's memory; its DMA address is its address.
+        """Registers a buffer, so that commands can name its memory; its DMA address is its address.
 
         Raises ConfigError for memory that is unsuitable or overlaps a registered region.
         """
@@ -188,13 +188,13 @@ class NativeController(Owned):
         return regions
 
     def read_page_sizes(self) -> None:
-        """Reads on what pages the registered memory lies now: how long requests to the kernel may
-        be depends on it. For after a registration, and when memory was moved to large pages.
+        """Reads the page sizes of the registered memory, which limit the requests to the kernel.
+        Call it after a registration, and after memory was moved to large pages.
         """
 
     @property
     def request_nbytes_max(self) -> int:
-        """The largest request below the commands: a whole one, where there is no kernel between."""
+        """Most bytes of one request to the kernel; of one command if the kernel takes no part."""
         return self.info.mdts_nbytes
 
     def _unregister(self, region: DmaRegion) -> None:
@@ -206,12 +206,12 @@ class NativeController(Owned):
     def create_queue_pair(
         self, depth: int, *, is_device: bool = False, service_thread: int = 0
     ) -> QueuePair:
-        """A new queue pair of a service thread, at any time; its `close` releases the place.
+        """Creates a queue pair of a service thread, at any time.
 
-        is_device: kernels of a GPU submit and reap here, with a copy of the submitter's words in
-        GPU memory. While they are at work, announce it with `expect_rings`; `device_routes` tells
-        which service threads they need.
-        Its rings are not registered memory: no transfer can name them.
+        is_device: GPU kernels submit and reap here, with a copy of the submitter's words in GPU
+        memory. Call `expect_rings` around their work; `device_routes` has the service threads that
+        they need.
+        The rings are not registered memory: no transfer can name them.
         Raises ConfigError for an unacceptable depth or too many queue pairs.
         """
         self._check_open()
@@ -238,7 +238,7 @@ class NativeController(Owned):
         return next(qid for qid in range(1, len(taken) + 2) if qid not in taken)
 
     def _keep(self, queue_pair: QueuePair) -> None:
-        """The native side may look at its rings from now on."""
+        """Keeps the rings of a queue pair, which the native side may read from now on."""
         self._queue_pairs.append(queue_pair)
         self._rings.append(queue_pair.memory)
 
@@ -257,20 +257,20 @@ class NativeController(Owned):
         self._rings.remove(queue_pair.memory)
 
     def expect_rings(self, is_busy: bool) -> None:
-        """Reports that a producer that cannot wake the serving thread, as a GPU's kernel, begins
-        its work (True) or has ended it (False). Calls nest; while one is busy, doorbells are looked
-        at every few microseconds.
+        """Announces that a producer which cannot wake the service thread, such as a GPU kernel,
+        begins its work (True) or has ended it (False). Calls nest; while any is busy, doorbells
+        are polled every few microseconds.
         """
         if not self.is_closed:  # such producers have queue pairs of the first service thread
             self._lib.gio_controller_expect_rings(self.handle, 1 if is_busy else -1)
 
     def served_by(self, server: ServingEngine) -> None:
-        """Names the engine whose thread serves the queues until it is closed: it resets, too."""
+        """Names the engine whose thread serves the queues, and does resets, until it is closed."""
         self._server = weakref.ref(server)
 
     def service(self, timeout_s: float = 0.0) -> int:
-        """One turn of work in the caller's thread, each handle sleeping at most `timeout_s` when
-        idle, and only shortly where others wait for their turn.
+        """Serves each handle once, in the caller's thread. An idle handle sleeps up to `timeout_s`,
+        or 0.1 ms if there are several handles.
 
         Returns the number of completions posted. Does nothing while `is_served`.
         """
@@ -283,7 +283,7 @@ class NativeController(Owned):
         return sum(int(self._lib.gio_controller_service(h, timeout_ns)) for h in self.handles)
 
     def start(self) -> None:
-        """Serve each handle on a thread of the controller's own. Raises NativeError if one does."""
+        """Starts a service thread per handle. Raises NativeError if a thread serves one already."""
         self._check_open()
         for i, handle in enumerate(self.handles):
             result = self._lib.gio_controller_start(handle)
@@ -294,7 +294,7 @@ class NativeController(Owned):
         self._is_started = True
 
     def stop(self) -> None:
-        """End those threads; commands stay outstanding. Does nothing if there are none."""
+        """Ends the threads of `start`; commands stay outstanding. Does nothing without threads."""
         if self._is_started and not self.is_closed:
             for handle in self.handles:
                 self._lib.gio_controller_stop(handle)
@@ -303,9 +303,9 @@ class NativeController(Owned):
     def reset(self, timeout_s: float) -> None:
         """Ends every outstanding command, each with its own status.
 
-        An engine that serves it does it; its commands end, too. Raises DeviceTimeout when something
-        is still outstanding after `timeout_s`; everything stays owned then, and the reset may be
-        tried again.
+        If an engine serves the controller, the engine does it. Raises DeviceTimeout if commands are
+        still outstanding after `timeout_s`: all memory stays owned then, and the reset may be tried
+        again.
         """
         self._check_open()
         server = self._server() if self._server is not None else None
@@ -327,7 +327,7 @@ class NativeController(Owned):
 
     @uninterrupted()
     def close(self) -> None:
-        """Reset and free the controller; a second call does nothing.
+        """Resets and frees the controller; a second call does nothing.
 
         Raises ConfigError while regions are registered or an engine serves it, DeviceTimeout when
         the reset fails.
@@ -341,11 +341,11 @@ class NativeController(Owned):
                 self._lib.gio_controller_destroy(handle)
 
     def keep_after_failure(self) -> None:
-        """Gives up on ever freeing the native object: something may still use it."""
+        """Never frees the native object, because a device or thread may still use it."""
         self._finalizer.detach()
 
     def _check_idle(self) -> None:
-        """Stops the controller's own thread, which is not needed any more."""
+        """Stops the controller's own threads. Raises ConfigError if it is still in use."""
         if self._buffers:
             raise ConfigError(
                 f"{len(self._buffers)} memory regions are still registered;"
@@ -370,7 +370,7 @@ class NativeController(Owned):
 
 
 def _abandon(handles: list[int], *memory: object) -> None:
-    """Ends a controller that was not closed; memory that cannot be reset is kept."""
+    """Frees a controller that was not closed; keeps its memory if it cannot be reset."""
     lib = _native.lib()
     for handle in handles:
         lib.gio_controller_stop(handle)

@@ -1,10 +1,10 @@
 """NVMe commands executed on files and block devices, by io_uring or by threads.
 
 Namespace i+1 is file i: a file, a block device, or an NVMe generic character device (/dev/ngXnY),
-which passes the commands around the block layer. Files are opened for direct I/O where
-their file system has it; each `FileMember` says whether it has, and why not. Ranges of blocks can
-go through the page cache instead, see `FileController.set_buffered`. How commands become requests
-to the kernel: `kernels/native/controller_file.h`.
+whose commands bypass the block layer. Files are opened for direct I/O if their file system
+supports it; each `FileMember` has the reason if it does not. Ranges of blocks can go through the
+page cache instead, see `FileController.set_buffered`. `kernels/native/controller_file.h` describes
+how commands become requests to the kernel.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _U64 = ctypes.c_uint64
 
 _DIRECT = 1  # FileNamespace::flags
 _MDTS_NBYTES = MiB  # largest transfer of one command
-# Of one request from memory on ordinary pages, as kernels/native/controller_file.cpp has it.
+# Longest request from memory on 4 KiB pages, as in kernels/native/controller_file.cpp.
 _ORDINARY_NBYTES = 512 * KiB
-_LARGE_SHARE = 0.9  # of registered memory that lies on large pages, for requests to be long
+_LARGE_SHARE = 0.9  # share of registered memory on large pages above which requests are long
 
 _lib = _native.part(
     {
@@ -88,10 +88,10 @@ class FileConfigStruct(ctypes.LittleEndianStructure):
 class FileStats(ctypes.LittleEndianStructure):
     """`gio::FileStats`: totals since creation.
 
-    commands: fetched. requests: handed to the kernel, repetitions not counted. joined: commands,
-    or parts of one, that went with an adjacent one. bounced: requests whose memory direct I/O does
-    not take. repeated: requests continued or done again after short transfers and errors.
-    buffered: requests through the page cache of files that are opened for direct I/O.
+    commands: fetched. requests: submitted to the kernel, without repetitions. joined: commands,
+    or parts of them, merged into the request of an adjacent one. bounced: requests copied because
+    direct I/O does not accept their memory. repeated: requests continued or repeated after short
+    transfers and errors. buffered: requests through the page cache, of files opened for direct I/O.
     """
 
     _fields_ = (
@@ -109,11 +109,11 @@ class BlockRange(NamedTuple):
 
 
 class RequestLimits(NamedTuple):
-    """Of requests to the kernel.
+    """Limits of requests to the kernel.
 
-    nbytes_max: adjacent commands are joined and long ones cut to this, and to 512 KiB unless the
-    memory lies on large pages, see `FileController.read_page_sizes`. in_flight_max: requests.
-    threads: of the threads executor.
+    nbytes_max: adjacent commands are joined, and long ones split, up to this size; up to 512 KiB
+    if memory is not on large pages, see `FileController.read_page_sizes`. in_flight_max: requests
+    at a time. threads: number of threads of the executor "threads".
     """
 
     nbytes_max: int = 2 * MiB
@@ -127,15 +127,14 @@ _LIMITS = RequestLimits()
 class FileController(NativeController):
     """NVMe over files.
 
-    files: paths, numbers of open files or `FileMember`s; the controller closes what it opened.
-    lba_nbytes: the block size, 512 to 65536. executor: "auto" takes io_uring unless it is refused,
-    see `executor_name` and `fallback_reason`; "passthrough", io_uring with NVMe commands in it, for
-    generic character devices and nothing else. limits: of its requests.
-    service_threads: how many serve the files, each with an executor of its own, at most one
-    for each file; None has one for each drive the files are on. record_fd: an open file that
-    receives what reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of
-    power loss.
-    lock: open the files for this process alone, see `FileMember.lock`.
+    files: paths, file descriptors or `FileMember`s; the controller closes what it opened.
+    lba_nbytes: the block size, 512 to 65536. executor: "uring", "threads", "passthrough" (NVMe
+    commands through io_uring, for generic character devices only), or "auto": io_uring unless it is
+    refused, see `executor_name` and `fallback_reason`. limits: of requests.
+    service_threads: number of threads that serve the files, each with an executor, at most one per
+    file; None: one per drive that the files are on. record_fd: an open file that receives what
+    reached the medium (`RecordHeader` in `kernels/native/executor.h`), for tests of power loss.
+    lock: open the files exclusively, see `FileMember.lock`.
 
     Raises what FileMember raises, ConfigError for unacceptable arguments, Unsupported where
     executor="uring" is refused.
@@ -195,7 +194,7 @@ class FileController(NativeController):
             self._close_members()
             raise
         self._buffered: tuple[BlockRange, ...] = ()
-        self._spans = np.zeros(0, np.uint64), np.zeros(0, np.uint64)  # ends of the same, as places
+        self._spans = np.zeros(0, np.uint64), np.zeros(0, np.uint64)  # their ends, by `_places`
         self._request_nbytes_max = (request_nbytes_max, min(request_nbytes_max, _ORDINARY_NBYTES))
         self._has_large_pages = False
         self._closing = threading.Lock()
@@ -233,7 +232,7 @@ class FileController(NativeController):
                 )
 
     def _choose_executor(self, asked: str) -> str:
-        """Generic devices and files do not mix, and each has executors of its own."""
+        """Checks the executor: files and generic devices have different ones, and do not mix."""
         generic = [member.name for member in self.members if member.generic is not None]
         if generic and len(generic) < len(self.members):
             raise ConfigError(
@@ -256,7 +255,7 @@ class FileController(NativeController):
     def _create(
         self, config: FileConfigStruct, lba_nbytes: int, service_threads: int, handles: list[int]
     ) -> None:
-        """Adds to ``handles``, which the caller destroys when it raises."""
+        """Creates the native objects in ``handles``; the caller destroys these if it raises."""
         namespaces = (FileNamespaceStruct * len(self.members))()
         for entry, member in zip(namespaces, self.members, strict=True):
             entry.fd = member.fd
@@ -298,17 +297,17 @@ class FileController(NativeController):
 
     @property
     def buffered(self) -> tuple[BlockRange, ...]:
-        """What goes through the page cache, as `set_buffered` was told."""
+        """The ranges of the last `set_buffered`, which go through the page cache."""
         return self._buffered
 
     def set_buffered(self, ranges: Sequence[BlockRange]) -> None:
-        """Sends exactly these blocks through the page cache, and all others by direct I/O.
+        """Sends exactly these blocks through the page cache, and all others through direct I/O.
 
-        What leaves the page cache is written back and dropped before, so that no byte is there
-        twice. No command to blocks that change may be under way, here or while this runs.
-        Raises ConfigError for ranges that are empty, overlap, lie outside or are not whole pages of
-        memory, Unsupported where a file has not both openings, and MediumError when the write-back
-        fails: nothing has changed then.
+        Blocks that leave the page cache are written back and dropped first, so that no byte exists
+        twice. No command to blocks that change may be under way or start meanwhile.
+        Raises ConfigError for ranges that are empty, overlap, lie outside or are not whole memory
+        pages, Unsupported if a file lacks a direct or a buffered descriptor, and MediumError if the
+        write-back fails. Nothing has changed after an error.
         """
         self._check_open()
         for given in ranges:
@@ -325,7 +324,7 @@ class FileController(NativeController):
         for entry, given in zip(array, ranges, strict=True):
             entry.nsid, entry.slba, entry.nlb = given
         remedy = "give disjoint ranges of at least one block within their namespace"
-        for handle in self.handles:  # they agree, so the first one refuses for all
+        for handle in self.handles:  # all have the same ranges: if one refuses, the first does
             result = _lib().gio_file_controller_set_buffered(
                 handle, ctypes.addressof(array), len(ranges)
             )
@@ -350,7 +349,7 @@ class FileController(NativeController):
         return "page cache" if cached.all() else "both"
 
     def check_has_both(self, nsid: int) -> None:
-        """Raises Unsupported where ranges of this file cannot go through the page cache."""
+        """Raises Unsupported unless ranges of this file can go through the page cache."""
         if not 1 <= nsid <= len(self.members):
             raise ConfigError(f"no namespace {nsid}; there are 1 to {len(self.members)}")
         member = self.members[nsid - 1]
@@ -367,7 +366,7 @@ class FileController(NativeController):
         return blocks.slba * lba_nbytes, blocks.nlb * lba_nbytes
 
     def read_page_sizes(self) -> None:
-        """As NativeController.read_page_sizes: most of the memory counts for all of it."""
+        """See NativeController.read_page_sizes; if most memory is on large pages, all counts so."""
         ranges = [address_of(buffer) for buffer in list(self._buffers.values())]
         total = sum(nbytes for _, nbytes in ranges)
         self._has_large_pages = total > 0 and hugepage_nbytes(ranges) >= _LARGE_SHARE * total
@@ -385,7 +384,7 @@ class FileController(NativeController):
         self.members[blocks.nsid - 1].drop(*self._span(blocks))
 
     def resident_nbytes(self, blocks: BlockRange) -> int:
-        """How many bytes of these blocks the page cache holds.  Raises MediumError."""
+        """Number of bytes of these blocks in the page cache.  Raises MediumError."""
         return self.members[blocks.nsid - 1].resident_nbytes(*self._span(blocks))
 
     def stats(self) -> FileStats:
@@ -409,14 +408,14 @@ class FileController(NativeController):
 
 
 def _places(nsid: npt.ArrayLike, slba: npt.ArrayLike) -> U64:
-    """Blocks (n,) of all namespaces, each as one number."""
+    """Encodes (nsid, slba) of blocks (n,) as one number each, for searches."""
     return (np.asarray(nsid, np.uint64) << np.uint64(48)) + np.asarray(slba, np.uint64)
 
 
 def _deal(drives: list[int], threads: int | None) -> tuple[list[tuple[int, int]], int]:
-    """The service thread and nsid of each file, by the drives they are on, and how many threads.
+    """((service thread, its nsid) of each file, number of threads), by the drives of the files.
 
-    Files of one drive share a service thread unless more threads than drives are asked for.
+    Files of one drive share a service thread unless there are to be more threads than drives.
     """
     n_drives = max(drives) + 1
     threads = n_drives if threads is None else threads
@@ -425,7 +424,7 @@ def _deal(drives: list[int], threads: int | None) -> tuple[list[tuple[int, int]]
 
 
 def _drives_of(members: Sequence[FileMember]) -> list[int]:
-    """Numbers from 0 of the drives that the members are on; partitions of one disk share it."""
+    """The drive of each member, numbered from 0; partitions of one disk are on the same drive."""
     numbers: dict[str, int] = {}
     found = []
     for member in members:
@@ -442,7 +441,7 @@ def _drives_of(members: Sequence[FileMember]) -> list[int]:
 
 
 def uring_refusal() -> str | None:
-    """Why io_uring cannot be used in this process; None when it can."""
+    """The reason why io_uring cannot be used in this process; None if it can."""
     return _refusal(int(_lib().gio_uring_refusal()))
 
 
@@ -458,7 +457,7 @@ def _refusal(error: int) -> str | None:
 
 
 def _without(old: Sequence[BlockRange], new: Sequence[BlockRange]) -> list[BlockRange]:
-    """The parts of the ranges `old` that none of `new` covers."""
+    """The parts of the ranges `old` that no range in `new` covers."""
     ordered = sorted(new)
     pieces = []
     for nsid, slba, nlb in old:

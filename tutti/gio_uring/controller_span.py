@@ -22,13 +22,12 @@ from tutti.gio_uring.queue_pair import QueuePair
 
 
 class SpanController(NativeController):
-    """Drives that are used together, each with a service thread of its own; it closes them.
+    """Several drives as one controller, each with a service thread of its own; it closes them.
 
-    drives: open drives of one block size with no queue pairs of their own yet. places: which drive,
-    from 0, and which nsid of it each namespace is; by default all that can be used, drive after
-    drive.
+    drives: open drives of the same block size, without queue pairs. places: (drive from 0, its
+    nsid) of each namespace; by default all usable namespaces, drive after drive.
 
-    A drive that is lost leaves the others alone: its commands end with STATUS_DEVICE_GONE.
+    The loss of a drive does not affect the others: its commands end with STATUS_DEVICE_GONE.
 
     Raises ConfigError for drives that do not fit together.
     """
@@ -51,7 +50,7 @@ class SpanController(NativeController):
         super().__init__(*(drive.handle for drive in drives))
 
     def _read_info(self) -> ControllerInfo:
-        """A volatile cache of one is one of all; what only some can do, none can."""
+        """Combines the drives' data: a volatile cache of any, other features if all have them."""
         infos = [drive.info for drive in self.drives]
         flags = infos[0].flags
         for other in infos[1:]:
@@ -67,7 +66,7 @@ class SpanController(NativeController):
         )
 
     def _finalize(self) -> weakref.finalize[..., Any]:
-        return finalize(self, list, self.drives)  # which end themselves once nothing has them
+        return finalize(self, list, self.drives)  # they close themselves when unreferenced
 
     @property
     def routes(self) -> list[tuple[int, int]]:
@@ -83,12 +82,12 @@ class SpanController(NativeController):
 
     @property
     def gone(self) -> list[str]:
-        """The addresses of the drives that were lost."""
+        """PCI addresses of the drives that were lost."""
         drives = [drive for drive in self.drives if isinstance(drive, VfioController)]
         return [drive.device.bdf for drive in drives if drive.is_gone]
 
     def register(self, buffer: Any) -> DmaRegion:
-        """As NativeController.register, with every drive."""
+        """See NativeController.register; registers with every drive."""
         self._check_open()
         done: list[DmaRegion] = []
         try:
@@ -112,7 +111,7 @@ class SpanController(NativeController):
     def create_queue_pair(
         self, depth: int, *, is_device: bool = False, service_thread: int = 0
     ) -> QueuePair:
-        """As NativeController.create_queue_pair, on one of the drives."""
+        """See NativeController.create_queue_pair; service thread i is that of drive i."""
         self._check_open()
         return self.drives[service_thread].create_queue_pair(depth, is_device=is_device)
 
@@ -132,7 +131,7 @@ class SpanController(NativeController):
 
     @uninterrupted()
     def close(self) -> None:
-        """Closes the drives. Raises ConfigError as NativeController.close."""
+        """Closes the drives. Raises ConfigError, see NativeController.close."""
         if self.is_closed:
             return
         self._check_idle()

@@ -1,8 +1,8 @@
 """A real NVMe drive, driven from this process: NVMe commands go from the rings to the hardware.
 
-The drive is bound to vfio-pci. Its queue pairs are the ones that every submitter here fills: on a
-CPU thread now, on a GPU where it can ring the drive's doorbells. The drive addresses memory by
-this process's own addresses, through the IOMMU.
+The drive is bound to vfio-pci. Submitters fill its queue pairs directly: CPU threads, and GPU
+kernels where these can write the drive's doorbells. The drive addresses memory by this process's
+virtual addresses, through the IOMMU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class VfioConfigStruct(ctypes.LittleEndianStructure):
 
 
 class _Restart:
-    """What the native controller calls for a reset; knows the drive and not the controller."""
+    """The native controller's callback for a reset; references the drive, not the controller."""
 
     def __init__(self, admin: NvmeAdmin) -> None:
         self._admin = admin
@@ -83,13 +83,13 @@ class _Restart:
 
     def _run(self, timeout_ns: int) -> int:
         if not self._admin.lock.acquire(blocking=False):
-            return -_EBUSY  # the rescue is at it, and waits for the caller
+            return -_EBUSY  # DriveRescue resets it now, and waits for the caller
         try:
             self._admin.restart(timeout_ns * 1e-9, self._end_all)
         except TuttiError:
             _log.exception("the drive could not be reset")
             return -_EIO
-        except Exception:  # nothing may pass through the native caller
+        except Exception:  # no exception may reach the native caller
             _log.exception("a reset failed")
             return -_EIO
         finally:
@@ -103,16 +103,16 @@ class _Restart:
 class VfioController(NativeController):
     """One drive bound to vfio-pci, from its reset to its shutdown.
 
-    bdf: the PCI function, "0000:03:00.0". queues: most I/O queue pairs to ask for. use_sgl: None
-    uses SGLs where the drive has them, False uses PRPs alone. shadow_doorbells: None uses them
-    where the drive offers them. Namespace n is the drive's namespace n; those that cannot be used,
-    or have other blocks than the first, have no blocks here, see `refusals`. rescues: commands that
-    passed their deadline are aborted, and then the drive is reset, see `DriveRescue`.
+    bdf: the PCI function, "0000:03:00.0". queues: most I/O queue pairs to request. use_sgl: None
+    uses SGLs if the drive supports them, False uses PRPs only. shadow_doorbells: None uses them if
+    the drive supports them. Namespace n is the drive's namespace n; unusable ones, and those whose
+    block size is not that of the first, have 0 blocks, see `refusals`. rescues: commands beyond
+    their deadline are aborted, and then the drive is reset, see `DriveRescue`.
 
-    identity, namespace_identities: what the drive said. queues_granted: I/O queue pairs.
+    identity, namespace_identities: the drive's Identify data. queues_granted: I/O queue pairs.
 
-    Raises what VfioDevice raises, Unsupported for a drive that lacks what is needed, MediumError
-    for one that contradicts the specification, DeviceTimeout and DeviceGone.
+    Raises what VfioDevice raises, Unsupported for a drive that lacks a required feature,
+    MediumError for one that violates the specification, DeviceTimeout and DeviceGone.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class VfioController(NativeController):
         self.rescue = DriveRescue(self.admin, NativeDrive(self.handle, bdf))
         if rescues:
             self.rescue.start()
-            # Ends before the finalizer of the native object, which was made earlier.
+            # Runs before the finalizer of the native object, which was made earlier.
             finalize(self, self.rescue.stop, _RESCUE_STOP_S)
 
     def _bring_up(self, queues: int, use_sgl: bool | None, shadow: bool | None) -> None:
@@ -153,7 +153,7 @@ class VfioController(NativeController):
         handle = self._create(sizes, shift, use_sgl)
         self._restart.handle = handle
         super().__init__(handle)
-        # What the native side needs lives as long as it does.
+        # Kept as long as the native object, which uses these.
         self._rings += [self.device, self.admin, self._restart, self._shadow]
 
     def _new_shadow(self, wanted: bool | None) -> HostBuffer | None:
@@ -169,7 +169,7 @@ class VfioController(NativeController):
         return shadow
 
     def _usable_sizes(self) -> tuple[list[int], int]:
-        """Blocks of namespaces 1 to the highest, 0 for what cannot be used, and the block shift."""
+        """(blocks of namespaces 1 to the highest, 0 if unusable; log2 of the block size)."""
         self.refusals: dict[int, str] = {}
         usable: dict[int, NamespaceIdentity] = {}
         for nsid, identity in self.namespace_identities.items():
@@ -236,7 +236,7 @@ class VfioController(NativeController):
         return self.is_closed or bool(_lib().gio_vfio_controller_is_gone(self.handle))
 
     def register(self, buffer: Any) -> DmaRegion:
-        """As NativeController.register; the pages stay resident, and the drive can reach them."""
+        """See NativeController.register; pins the pages and maps them for the drive."""
         region = super().register(buffer)
         try:
             if not self.is_gone:
@@ -256,14 +256,14 @@ class VfioController(NativeController):
     def create_queue_pair(
         self, depth: int, *, is_device: bool = False, service_thread: int = 0
     ) -> QueuePair:
-        """As NativeController.create_queue_pair; the drive has `queues_granted` of them.
+        """See NativeController.create_queue_pair; the drive has `queues_granted` of them.
 
-        is_device: a GPU rings the drive and reaps by itself. The drive raises no interrupts for
-        it, and the serving thread leaves it alone. A reset ends it: `is_dead` is then true, none
-        of its commands touches memory any more, and it is closed and made anew by its owner.
-        One for CPU threads is created while nothing serves.
+        is_device: GPU kernels write the doorbells and reap. The drive raises no interrupts for it,
+        and the service thread ignores it. A reset ends it: `is_dead` is true then, none of its
+        commands touches memory any more, and its owner closes it and creates another.
+        A queue pair for CPU threads must be created while no thread serves the controller.
 
-        Raises DeviceGone when the drive has left, Unsupported for a device's queue pair on a drive
+        Raises DeviceGone when the drive is gone, Unsupported for a device's queue pair on a drive
         whose shadow doorbells are in use.
         """
         self._check_open()
@@ -298,7 +298,7 @@ class VfioController(NativeController):
         return queue_pair
 
     def _reopened(self, depth: int) -> QueuePair | None:
-        """One of CPU threads that was closed and has nothing in flight, open again."""
+        """Reopens a closed queue pair of CPU threads with nothing in flight, if there is one."""
         for queue_pair in self._queue_pairs:
             idle = queue_pair.is_closed and queue_pair.inflight == 0
             if idle and not queue_pair.is_device and queue_pair.depth == depth:
@@ -307,7 +307,7 @@ class VfioController(NativeController):
         return None
 
     def _release(self, queue_pair: QueuePair) -> None:
-        """A device's queue pair leaves the drive; others stay for `_reopened`."""
+        """Deletes a device's queue pair on the drive; others are kept for `_reopened`."""
         if self.is_closed or not queue_pair.is_device:
             return
         with self.admin.lock:
@@ -322,7 +322,7 @@ class VfioController(NativeController):
 
     @property
     def doorbell_registers(self) -> list[tuple[int, int]]:
-        """Where its doorbells lie and how many bytes; none while shadow doorbells are rung."""
+        """(address, bytes) of the doorbells; empty while shadow doorbells are in use."""
         if self._shadow:
             return []
         stride = self.admin.capabilities.doorbell_nbytes
@@ -330,7 +330,7 @@ class VfioController(NativeController):
         return [(base, 2 * (self.queues_granted + 1) * stride)]
 
     def _aim_doorbells(self, queue_pair: QueuePair) -> None:
-        """Submitters ring the drive itself, or its shadow doorbells."""
+        """Sets a queue pair's doorbells: the drive's registers, or its shadow doorbells."""
         base = self._shadow.address if self._shadow else 0
         base = base or int(_lib().gio_vfio_controller_doorbells(self.handle))
         stride = self.admin.capabilities.doorbell_nbytes
@@ -340,7 +340,7 @@ class VfioController(NativeController):
     def abort(self, queue_pair: QueuePair, cid: int) -> bool:
         """Asks the drive to abort one command; returns whether it did.
 
-        Its completion still comes by itself, and until then its memory is the drive's.
+        The command's completion still comes, and until then the drive may use its memory.
         """
         self._check_open()
         return self.admin.abort(queue_pair.qid, cid)
@@ -348,7 +348,7 @@ class VfioController(NativeController):
     def close(self) -> None:
         """Deletes the queues, shuts the drive down cleanly and releases it.
 
-        A drive that does not play along is reset by the kernel, which takes all memory from it.
+        A drive that does not respond is reset by the kernel, which also removes its mappings.
         Raises ConfigError while regions are registered or an engine serves it.
         """
         if self.is_closed:

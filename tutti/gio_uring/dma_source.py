@@ -1,9 +1,9 @@
-"""Sources of DMA addresses of GPU memory for drives, and the test that proves one correct.
+"""Sources of DMA addresses of GPU memory for drives, and the test that checks them.
 
 Tiers T2 and T3 need the addresses by which a drive reaches GPU memory. No source that works without
-a kernel module of its own is known, so none is built in: a source is given from outside, as a
-`DmaAddressSource`, and is trusted only after `prove` has moved patterns both ways. docs/tiers.md
-says more about each known one.
+a kernel module of its own is known, so none is built in: the caller passes a `DmaAddressSource`,
+which is trusted only after `prove` has moved patterns both ways. docs/tiers.md describes the known
+sources.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Protocol
 
 from tutti.errors import MediumError, Unsupported
 
-_GUARD_BLOCKS = 1  # around the extents that are proved; nothing may change there
+_GUARD_BLOCKS = 1  # before and after the extents; these must not change
 
 #: Address and number of bytes, as the device addresses memory.
 Extent = tuple[int, int]
 
 
 class DmaAddressSource(Protocol):
-    """Tells a drive's addresses of GPU memory."""
+    """Supplies the addresses by which a drive reaches GPU memory."""
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
 
     def missing(self) -> Sequence[str]:
-        """What it lacks on this machine, each with the remedy; nothing when it may be tried."""
+        """What this machine lacks for it, each with the remedy; empty if it can be tried."""
 
     def map(self, address: int, nbytes: int) -> Sequence[Extent]:
-        """Device memory as (DMA address, bytes), in order; it stays there until `unmap`."""
+        """(DMA address, bytes) extents of device memory, in order; valid until `unmap`."""
 
     def unmap(self, address: int) -> None:
         """Undoes `map`; no command to it may be under way."""
@@ -40,7 +40,7 @@ class DmaAddressSource(Protocol):
 
 @dataclass(frozen=True)
 class KnownSource:
-    """A source that is known and not built in: what it is, and what it would take."""
+    """A known source that is not built in: its description and requirements."""
 
     name: str
     what: str
@@ -76,7 +76,7 @@ KNOWN_SOURCES = (
 def choose_source(sources: Sequence[DmaAddressSource]) -> DmaAddressSource:
     """The first of the given sources that lacks nothing.
 
-    Raises Unsupported that says for each given and each known one what is missing.
+    Raises Unsupported, which lists what each given and each known source lacks.
     """
     reasons = []
     for source in sources:
@@ -93,36 +93,36 @@ def choose_source(sources: Sequence[DmaAddressSource]) -> DmaAddressSource:
 
 
 class PatternPath(Protocol):
-    """What `prove` moves patterns over: a drive, some blocks that may be lost, some GPU memory."""
+    """The path that `prove` tests: a drive, expendable blocks on it, and some GPU memory."""
 
     lba_nbytes: int
 
     def fill(self, content: bytes) -> None:
-        """GPU memory becomes `content`, by the GPU itself."""
+        """Fills the GPU memory with `content`, by the GPU."""
 
     def fetch(self) -> bytes:
-        """All of that GPU memory, by the GPU itself."""
+        """Returns the content of the GPU memory, read by the GPU."""
 
     def write_direct(self, extents: Sequence[Extent], slba: int) -> None:
-        """One command writes these extents of GPU memory to the drive."""
+        """Writes these extents of GPU memory to the drive with one command."""
 
     def read_direct(self, extents: Sequence[Extent], slba: int) -> None:
-        """One command reads from the drive into these extents of GPU memory."""
+        """Reads from the drive into these extents of GPU memory with one command."""
 
     def write_host(self, content: bytes, slba: int) -> None:
-        """The same blocks, out of host memory."""
+        """Writes the same blocks from host memory."""
 
     def read_host(self, slba: int, nlb: int) -> bytes:
-        """The same blocks, into host memory."""
+        """Reads the same blocks into host memory."""
 
 
 def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) -> None:
     """Proves that a drive reads and writes GPU memory at the addresses of a source.
 
-    extents: DMA addresses of all of the memory of `path`, whole blocks, the first and last of them
-    guards. slba: of as many blocks on the drive, whose content is lost. Both directions are tried,
-    because some machines drop reads from one PCIe device to another but not writes.
-    Raises MediumError with the reason; the source must then not be used.
+    extents: DMA addresses of all memory of `path`, in whole blocks; the first and last are guards.
+    slba: first of as many blocks on the drive; their content is destroyed. Both directions are
+    tested, because some machines drop reads from one PCIe device to another but not writes.
+    Raises MediumError with the reason; the source must not be used then.
     """
     rng = random.Random(seed)
     lba_nbytes = path.lba_nbytes
@@ -158,7 +158,7 @@ def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) ->
 
 
 def _cut(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
-    """The bytes [start, end) of what the extents are together."""
+    """The extents of bytes [start, end) of the memory that the extents describe."""
     pieces = []
     at = 0
     for address, nbytes in extents:

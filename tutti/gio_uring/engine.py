@@ -1,4 +1,4 @@
-"""The host engine: submits I/O control blocks, and keeps the memory that late commands may touch.
+"""The host engine: submits I/O control blocks, and keeps memory that late commands may touch.
 
 Python does O(runs) work per batch here and none per layer.  All memory that a job names stays
 referenced by the engine until the device can no longer touch it, also after a timeout.
@@ -51,10 +51,10 @@ from tutti.native import address
 
 DIGEST_NONE, DIGEST_COMPUTE, DIGEST_COMPARE = 0, 1, 2
 
-#: What is small and others wait for; what a model waits for; what can wait.
+#: Small transfers that others wait for; loads that a model waits for; stores, which can wait.
 PRIORITY_RECORDS, PRIORITY_LOAD, PRIORITY_STORE = 0, 1, 2
 
-#: Entries of a queue pair: more than any window has commands of a page each.
+#: Entries of a queue pair: more than the commands of a page each that fit into any window.
 DEPTH = 256
 
 LIST_NBYTES = 4096  # per CID: 256 SGL descriptors or 512 PRP entries
@@ -66,20 +66,19 @@ _STOP_TIMEOUT_S = 5.0
 _ENDED = 2**64 - 1
 _REPORT = 1 << 63
 
-#: Memory of engines whose controller could not be reset: a device may still write there.
+#: Engines whose controller could not be reset: a device may still write to their memory.
 _ORPHANS: list[object] = []
 
 
 class Engine(Owned):
-    """Submits I/O control blocks to one controller, through a queue pair for each of its service
-    threads.
+    """Submits I/O control blocks to one controller, through one queue pair per service thread.
 
     depth: entries of a queue pair, a power of two.  command_nbytes_max: longest command, further
-    limited by the controller's MDTS.  window_nbytes: bytes in flight for each service thread;
-    None finds the smallest window that has full bandwidth.  digest_workers: threads that hash for
-    the service threads; None leaves half of the processors alone.
+    limited by the controller's MDTS.  window_nbytes: limit of bytes in flight per service thread;
+    None finds the smallest window with full bandwidth.  digest_workers: number of threads that
+    compute digests for the service threads; None uses at most half of the processors.
 
-    Raises ConfigError while something else serves the controller.
+    Raises ConfigError if the controller is served already.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Engine(Owned):
         self.scratch = self._arena.address + self.service_threads * lists_nbytes
         self.zeros = self.scratch + self.lba_nbytes
         self._closed = self._ended = False
-        self._stopping = threading.Lock()  # close, the drop of this object, or the process's exit
+        self._stopping = threading.Lock()  # taken by close, the finalizer, or the process's exit
         self._tags = itertools.count(1)
         self._running = _Running()
         self.guard, self._jobs = self._running.guard, self._running.jobs
@@ -123,7 +122,7 @@ class Engine(Owned):
             for i in range(self.service_threads):
                 self.queue_pairs.append(controller.create_queue_pair(depth, service_thread=i))
             self._create(lists_nbytes, window_nbytes, digest_workers)
-            # At an exit without close: the controller's own finalizer runs after this one.
+            # For an exit without close: the controller's finalizer runs after this one.
             keep = controller.keep_after_failure
             native = self._running.native
             self._finalizer = finalize(self, _stop, native, self._stopping, keep)
@@ -144,7 +143,7 @@ class Engine(Owned):
     def _create(
         self, lists_nbytes: int, window_nbytes: int | None, digest_workers: int | None
     ) -> None:
-        """The native engine, whose threads run from now on."""
+        """Creates the native engine and starts its threads."""
         threads = (ServiceThreadConfig * self.service_threads)()
         for i, thread in enumerate(threads):
             thread.controller = self.controller.handles[i]
@@ -169,8 +168,8 @@ class Engine(Owned):
         _native.check(result, "cannot start an engine", remedy, CapacityError)
 
     def check_memory(self, memory: PagedMemory, slice_nlb: int) -> None:
-        """Raises Unsupported for memory that no command without SGLs can name: PRPs let only the
-        first byte of a command begin inside of a page, and only its last byte end there.
+        """Raises Unsupported for memory that needs SGLs if the controller has only PRPs: with PRPs,
+        only a command's first segment may start, and only its last may end, within a page.
         """
         if self.psdt != PSDT_PRP or memory.fills_pages:
             return
@@ -185,7 +184,7 @@ class Engine(Owned):
             )
 
     def descriptors_of(self, memory: PagedMemory) -> int:
-        """Most descriptors of a command.  One slice is all that PRPs can name off the pages."""
+        """Most descriptors of a command; one for PRPs and segments that are not whole pages."""
         if self.psdt == PSDT_PRP and not memory.fills_pages:
             return len(memory.segment_nbytes) + 2
         return self.descriptors_max
@@ -201,8 +200,8 @@ class Engine(Owned):
         """Moves slices between the medium and paged memory, all layers of ``memory`` in order.
 
         opcode: OPCODE_READ or OPCODE_WRITE.  pages: uint32 (n,) from ``memory.check_pages``, one
-        per slice of the extents.  on_released: called once no command of the job is outstanding, on
-        the engine's own thread, where it must not wait for a job.
+        per slice of the extents.  on_released: called on the engine's thread once no command of
+        the job is outstanding; it must not wait for a job.
         Raises PoolClosed after ``close``, CapacityError without memory for the job.
         """
         slices_max = max(1, (self.descriptors_of(memory) - 1) // (len(memory.segment_nbytes) + 1))
@@ -251,7 +250,7 @@ class Engine(Owned):
     def deallocate(
         self, slba: npt.ArrayLike, nsid: npt.ArrayLike, nlb: npt.ArrayLike, *, timeout_s: float
     ) -> Job:
-        """Tells the medium that ranges of LBAs hold nothing of value (DSM), after all loads."""
+        """Deallocates ranges of LBAs (DSM), whose content is lost; goes after all loads."""
         slba = np.asarray(slba, np.uint64)
         runs = np.zeros(slba.size, RUN_DTYPE)
         runs["slba"], runs["nsid"], runs["nlb"] = slba, nsid, nlb
@@ -271,7 +270,7 @@ class Engine(Owned):
             )
 
     def is_using(self, owner: object) -> bool:
-        """Whether a job that was given memory of `owner`, even half submitted, is unreleased."""
+        """Whether a job on memory of `owner`, even one submitted in part, is not released yet."""
         kept = [job.kept for job in list(self._jobs.values())]
         things = itertools.chain.from_iterable(kept)
         return any(isinstance(thing, PagedMemory) and thing.owner is owner for thing in things)
@@ -283,7 +282,7 @@ class Engine(Owned):
         return out
 
     def windows(self) -> list[WindowStats]:
-        """What each service thread has found out about its drive."""
+        """Statistics of each service thread about its drive."""
         out = [WindowStats() for _ in range(self.service_threads)]
         for i, stats in enumerate(out):
             _native.lib().gio_engine_window(self.handle, i, ctypes.byref(stats))
@@ -291,9 +290,9 @@ class Engine(Owned):
 
     @uninterrupted()
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread after what is in flight ended, resetting the controller if it must.
+        """Waits for commands in flight, resets the controller if they do not end, and stops.
 
-        Raises DeviceTimeout when the device answers neither; then all memory stays reserved.
+        Raises DeviceTimeout if the reset fails, too; all memory stays reserved then.
         """
         if self._ended:
             return
@@ -355,8 +354,8 @@ class Engine(Owned):
     def open_job(
         self, page_status: U32, keep: tuple[Any, ...], on_released: Callable[[Job], None] | None
     ) -> Job:
-        """A job for a native call that submits it under its tag.  It is known from now on, as it
-        may be released within that call.  keep: what lives until then.
+        """Makes and registers a job, for a native call that submits it under its tag and may
+        release it before it returns.  keep: objects that must live until the release.
 
         Raises PoolClosed after ``close``.
         """
@@ -367,11 +366,11 @@ class Engine(Owned):
         return job
 
     def forget_job(self, job: Job) -> None:
-        """It was not submitted."""
+        """Removes a job that was not submitted."""
         del self._jobs[job.tag]
 
     def check_started(self, job: Job | None, result: int) -> None:
-        """Forgets a job whose submission failed, and raises why: see ``submit``."""
+        """Removes a job whose submission failed, and raises the error; see ``submit``."""
         if result < 0 and job is not None:
             self.forget_job(job)
         if result == -errno.ESHUTDOWN:
@@ -380,8 +379,8 @@ class Engine(Owned):
 
 
 class _Running(Owned):
-    """The native engine and its jobs: what outlives an Engine that is dropped, until its thread and
-    all waits have ended.
+    """The native engine and its jobs.  Outlives an Engine that is dropped, until its thread and all
+    waits have ended.
     """
 
     def __init__(self) -> None:
@@ -409,7 +408,7 @@ class _Running(Owned):
             callback = job.release()
             if callback is not None:
                 self.guard.call("a completion callback", callback, job)
-            del job, callback  # which hold the engine, and would keep one that is dropped
+            del job, callback  # they reference the engine, and would keep a dropped one alive
 
 
 def _destroy(native: ctypes.c_void_p) -> None:

@@ -66,12 +66,11 @@ class EngineConfig(ctypes.Structure):
 
 
 class WindowStats(ctypes.Structure):
-    """``gio::WindowStats``: what a service thread has done, and found out about its drive;
-    [0] reads, [1] writes.
+    """``gio::WindowStats``: a service thread's measurements of its drive; [0] reads, [1] writes.
 
-    window_nbytes: in use, while layers are waited for if any were. rate: bytes per second of the
-    last sample with a full window, 0 before it. latency_ns: of commands, smoothed. samples: of the
-    window in use.
+    window_nbytes: the window while layers are waited for, if any were, else the window. rate: bytes
+    per second of the last sample with a full window, 0 if none. latency_ns: of commands, smoothed.
+    samples: number of samples of the window in use.
     """
 
     _fields_ = (

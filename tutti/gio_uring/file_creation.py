@@ -1,4 +1,4 @@
-"""Makes the files of a pool: named when they are locked, with blocks of their own."""
+"""Makes the files of a pool: locked before they get a name, with all blocks allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tutti.gio_uring.file_member import (
 )
 from tutti.gio_uring.file_trust import check_owner, resolve
 
-#: Progress of `allocate_file`: bytes done, bytes in all.
+#: Progress callback of `allocate_file`: (bytes done, bytes in total).
 Progress = Callable[[int, int], None]
 
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,7 +48,7 @@ def allocate_file(
     *,
     may_exist: bool = True,
 ) -> bool:
-    """As `reserve_file`, and closes the file again; whether it is a new one."""
+    """See `reserve_file`; closes the file again, and returns whether it is new."""
     file = reserve_file(path, nbytes, prewrite, progress, may_exist=may_exist)
     file.close()
     return file.is_new
@@ -57,8 +57,8 @@ def allocate_file(
 class ReservedFile(NamedTuple):
     """A file that was made or taken for a member.
 
-    path: without symbolic links.  file: locked, until `close`; None for devices, which are not kept
-    open.
+    path: resolved, without symbolic links.  file: open and locked until `close`; None for devices,
+    which are not kept open.
     """
 
     path: str
@@ -66,7 +66,7 @@ class ReservedFile(NamedTuple):
     is_new: bool
 
     def close(self) -> None:
-        """Unlocks it."""
+        """Unlocks and closes the file."""
         if self.file is not None:
             unlock_and_close(self.file)
 
@@ -79,15 +79,15 @@ def reserve_file(
     *,
     may_exist: bool = True,
 ) -> ReservedFile:
-    """Makes a file of exactly `nbytes` whose blocks exist, and keeps it locked.
+    """Makes a file of exactly `nbytes` with all blocks allocated, and keeps it locked.
 
-    may_exist: take a file or a device that is there. What a file holds is kept or becomes zeros, a
-    device only has to be large enough. prewrite: write zeros once and flush, so that later writes
-    convert no extents. `progress` is called with (bytes done, nbytes).
+    may_exist: accept an existing file or device. A file's content is kept or becomes zeros; a
+    device must be large enough. prewrite: write zeros once and flush, so that later writes
+    convert no unwritten extents. progress: called with (bytes done, nbytes).
 
-    Raises PoolExists for what may not exist, CapacityError without enough space (a new file is
-    removed then), PoolInUse when another process holds the file's lock, PoolReadOnly, PoolNotFound
-    when the folder does not exist, PoolUntrusted for what other users control.
+    Raises PoolExists if it exists and must not, CapacityError without enough space (a new file is
+    removed then), PoolInUse if another process has locked the file, PoolReadOnly, PoolNotFound if
+    the folder does not exist, PoolUntrusted if other users control the file.
     """
     name = os.fspath(path)
     if is_generic(name):
@@ -98,7 +98,7 @@ def reserve_file(
     fd, is_new = _create(name, target, may_exist)
     file = FileIO(fd, "r+")
     try:
-        # Who opens a file before it is a pool locks it for a moment.
+        # Another process that opens the file before it is a pool locks it for a moment.
         patiently(lambda: lock_file(fd, name), LOCK_TIMEOUT_S if is_new else 0.0)
         _reserve(fd, name, nbytes)
         if prewrite:
@@ -126,7 +126,7 @@ def reserve_file(
 
 
 def _create(name: str, target: str, may_exist: bool) -> tuple[int, bool]:
-    """Opens a file, and whether it is new: of several that want it at once, for one alone."""
+    """Opens a file; returns whether it is new, which is true for one of concurrent callers."""
     try:
         try:
             return _create_locked(target), True
@@ -149,20 +149,20 @@ def _create(name: str, target: str, may_exist: bool) -> tuple[int, bool]:
 
 
 def _create_locked(path: str) -> int:
-    """A new file, locked before it has its name.  Raises FileExistsError."""
+    """Makes a file that is locked before it gets its name.  Raises FileExistsError."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         fd = os.open(os.path.dirname(path), flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-        # Some file systems have no files without a name: another process may lock it first.
+        # Some file systems lack O_TMPFILE: another process may lock the file first.
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     folder = -1
     try:
         lock_file(fd, path)
         folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        # With the fd of a folder it is linkat(2), which follows the link in /proc.
+        # With dir_fd Python calls linkat(2), which follows the link in /proc.
         os.link(f"/proc/self/fd/{fd}", os.path.basename(path), dst_dir_fd=folder)
     except BaseException:
         os.close(fd)
@@ -180,8 +180,8 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{name} is neither a file nor a block device; give one of those")
-    # A reservation that cannot succeed would first take all free space, and other pools on this
-    # file system would fail to write meanwhile.
+    # fallocate would take all free space before it fails, and other pools on this file system
+    # could not write meanwhile.
     room = os.fstatvfs(fd)
     missing = nbytes - status.st_blocks * _STAT_BLOCK_NBYTES
     if room.f_blocks and missing > room.f_bavail * room.f_frsize:
@@ -189,7 +189,7 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
-        # What did not suffice is the file's all the same: ext4 would leave the disk full.
+        # The file owns what was allocated before the failure: ext4 would leave the disk full.
         os.ftruncate(fd, status.st_size)
         raise
     os.ftruncate(fd, nbytes)
@@ -214,7 +214,7 @@ def _check_room(name: str, available: int, nbytes: int) -> None:
 
 
 def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
-    """Zeros over the whole file, bypassing the page cache where that is possible."""
+    """Writes zeros to the whole file, bypassing the page cache if possible."""
     try:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         if nbytes % mmap.PAGESIZE == 0:
@@ -224,7 +224,7 @@ def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
     with mmap.mmap(-1, _PREWRITE_NBYTES) as zeros, memoryview(zeros) as view:
         done = 0
         while done < nbytes:
-            # Released also when Ctrl-C ends the write, or the mapping could not be closed.
+            # Released even if Ctrl-C ends the write; otherwise the mapping could not be closed.
             with view[: min(_PREWRITE_NBYTES, nbytes - done)] as part:
                 done += os.pwrite(fd, part, done)
             if progress is not None and done < nbytes:
@@ -232,7 +232,7 @@ def _prewrite(fd: int, nbytes: int, progress: Progress | None) -> None:
 
 
 def sync_folder(name: str) -> None:
-    """Make the file's directory entry durable."""
+    """Makes the file's directory entry durable."""
     fd = os.open(Path(name).absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -3,8 +3,8 @@
 Devices are opened exclusively (O_EXCL, open(2)): they cannot be mounted meanwhile, and a mounted
 device cannot be opened.
 
-A member that is opened for direct I/O has a second, buffered opening of the same file, for the
-blocks that are meant to stay in the page cache.
+A member that is opened for direct I/O has a second, buffered file descriptor of the same file, for
+blocks that are to stay in the page cache.
 """
 
 from __future__ import annotations
@@ -53,31 +53,30 @@ _SYNC_AND_WAIT = 1 | 2 | 4  # sync_file_range(2): WAIT_BEFORE, WRITE, WAIT_AFTER
 
 
 class FileMember(Owned):
-    """One open file, block device or NVMe generic device; closed by `close`, or when collected.
+    """One open file, block device or NVMe generic device; closed by `close`, or by the collector.
 
-    file: a path, or the number of an open file, which is duplicated and kept as it was opened.
-    direct: whether to ask for direct I/O at all (paths only).  lock: as `lock`, before the file is
-    looked at.
+    file: a path, or a file descriptor, which is duplicated with its flags. direct: whether to try
+    direct I/O (paths only). lock: lock the file as `lock` does, before reading anything.
 
-    fd: its number, for locks. nbytes: its size. direct: whether it is opened for direct I/O, with
-    `memory_alignment` and `offset_alignment` in bytes; else `buffered_reason` is the reason.
-    buffered_fd: of a direct member, the same file opened for the page cache; None where /proc does
-    not allow that, and for generic devices, which have none. generic: what such a device says.
+    fd: the file descriptor. nbytes: size. direct: whether it is open for direct I/O, with
+    `memory_alignment` and `offset_alignment` in bytes; if not, `buffered_reason` has the reason.
+    buffered_fd: of a direct member, a descriptor that uses the page cache; None if /proc does not
+    allow it, and for generic devices. generic: the identification of a generic device.
 
-    Raises PoolNotFound, PoolReadOnly, ConfigError for other kinds, else MediumError.
+    Raises PoolNotFound, PoolReadOnly, ConfigError for other kinds of files, else MediumError.
     """
 
     def __init__(
         self, file: str | os.PathLike[str] | int, *, direct: bool = True, lock: bool = False
     ) -> None:
         self.name = f"file {file}" if isinstance(file, int) else os.fspath(file)
-        #: Where it was found; None for a file that was given by its number.
+        #: Absolute path; None if a descriptor was given.
         self._path = None if isinstance(file, int) else os.path.join(os.getcwd(), self.name)
         self.buffered_reason: str | None = None
         self.generic: GenericNamespace | None = None
         self.memory_alignment = self.offset_alignment = 1
         with _explained(self.name):
-            # Who opened a file that was given by its number has the lock, and keeps it.
+            # The lock of a given descriptor belongs to its opener, and stays.
             if isinstance(file, int):
                 self._file = FileIO(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0), "r+")
                 self._finalizer = finalize(self, FileIO.close, own_file(self._file))
@@ -155,17 +154,17 @@ class FileMember(Owned):
 
     def _open_buffered(self) -> None:
         try:
-            # By its number, so that it is the same file whatever became of its name.
+            # Through /proc/self/fd, so that it is the same file even if its name changed.
             file = FileIO(f"/proc/self/fd/{self.fd}", "r+")
         except OSError:
             return
         self._buffered_finalizer = finalize(self, FileIO.close, own_file(file))
         self.buffered_fd = file.fileno()
-        # Nothing is read ahead into blocks that are not meant for the page cache.
+        # No read-ahead: it would cache blocks that belong to direct I/O.
         os.posix_fadvise(self.buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def give_up_direct(self, reason: str) -> None:
-        """Go through the page cache from here on."""
+        """Switches to the page cache permanently."""
         with _explained(self.name):
             flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -177,16 +176,16 @@ class FileMember(Owned):
         self.buffered_reason = None if direct else reason
 
     def lock(self) -> None:
-        """Makes this the only open file that is locked, until `close`.
+        """Locks the file exclusively until `close`.
 
-        The lock belongs to the open file that the kernel's transfers use, so after a process was
-        killed it holds until the last of them has ended; therefore this tries for two seconds.
-        Raises PoolInUse.
+        The lock belongs to the open file description, which the kernel's transfers reference: after
+        a process was killed, it is released when the last transfer ends. So this retries for two
+        seconds. Raises PoolInUse.
         """
         patiently(lambda: lock_file(self.fd, self.name), LOCK_TIMEOUT_S)
 
     def check_place(self) -> None:
-        """Raises PoolMoved where the path leads to another file by now, or bytes were cut off."""
+        """Raises PoolMoved if the path leads to another file now, or the file was truncated."""
         with _explained(self.name):
             status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
@@ -206,7 +205,7 @@ class FileMember(Owned):
                 " the pool and open it where it is"
             ) from error
         except OSError:
-            return  # it cannot be told
+            return  # unknown
         if not os.path.samestat(found, status):
             raise PoolMoved(
                 f"{self.name} was replaced by another file while it was open; close the pool and"
@@ -214,9 +213,9 @@ class FileMember(Owned):
             )
 
     def write_back(self, offset: int, nbytes: int) -> None:
-        """Hands what the page cache holds of these bytes to the medium, and waits for that.
+        """Writes these bytes from the page cache to the medium, and waits for that.
 
-        It is durable only after a flush of the medium as well.  Raises MediumError.
+        They are durable only after a flush of the medium.  Raises MediumError.
         """
         arguments = (ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_AND_WAIT)
         if _libc().sync_file_range(self._cached_fd, *arguments) != 0:
@@ -227,10 +226,10 @@ class FileMember(Owned):
             )
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Writes these bytes back and lets the page cache forget them.  Raises MediumError.
+        """Writes these bytes back and drops them from the page cache.  Raises MediumError.
 
-        The kernel keeps a folio that reaches beyond the range, so whole folios are dropped; what
-        that takes of the neighbours is read again when it is needed.
+        The kernel does not drop folios that extend beyond the range, so the range is extended to
+        whole folios; neighbours that are dropped with it are read again when needed.
         """
         start = offset - offset % _FOLIO_NBYTES_MAX
         end = offset + nbytes + -(offset + nbytes) % _FOLIO_NBYTES_MAX
@@ -238,9 +237,9 @@ class FileMember(Owned):
         os.posix_fadvise(self._cached_fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def resident_nbytes(self, offset: int, nbytes: int) -> int:
-        """How many of these bytes the page cache holds, in whole pages (mincore(2)).
+        """Number of these bytes in the page cache, in whole pages (mincore(2)).
 
-        Raises MediumError when the kernel does not tell.
+        Raises MediumError if mincore fails.
         """
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         length = offset + nbytes - start
@@ -250,7 +249,7 @@ class FileMember(Owned):
             address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(length)
             failed = _libc().mincore(address, size, ctypes.c_void_p(pages.ctypes.data))
             code = ctypes.get_errno()
-            del view  # or the mapping cannot be closed
+            del view  # otherwise the mapping cannot be closed
         if failed:
             raise MediumError(
                 f"mincore of {self.name}: {os.strerror(code)}; residency cannot be told here"
@@ -263,13 +262,13 @@ class FileMember(Owned):
         return self.fd if self.buffered_fd is None else self.buffered_fd
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Closes and unlocks the file.  A second call does nothing."""
         self._buffered_finalizer()
         self._finalizer()
 
 
 def patiently(take: Callable[[], _T], timeout_s: float) -> _T:
-    """Retries while it is in use: a ring releases its files some time after it was closed."""
+    """Retries on PoolInUse: a ring releases its files some time after it was closed."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with contextlib.suppress(PoolInUse):
@@ -279,7 +278,7 @@ def patiently(take: Callable[[], _T], timeout_s: float) -> _T:
 
 
 def _open_alone(path: str, flags: int) -> int:
-    """Opens a file, or a block device that is neither opened exclusively nor mounted elsewhere."""
+    """Opens a file, or exclusively a block device, which must not be mounted or open elsewhere."""
     if not Path(path).is_block_device():
         return os.open(path, flags)
 
@@ -297,7 +296,7 @@ def _open_alone(path: str, flags: int) -> int:
 
 
 def open_error(path: str, error: OSError) -> TuttiError:
-    """What to raise where a member cannot be opened."""
+    """The error for a member that cannot be opened."""
     reason = f"cannot open {path} for writing: {error.strerror}"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return PoolNotFound(f"{path} does not exist; format a pool there, or correct the path")
@@ -312,7 +311,7 @@ def open_error(path: str, error: OSError) -> TuttiError:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """What the system refuses about an open file, as MediumError."""
+    """Turns OSError about an open file into MediumError."""
     try:
         yield
     except OSError as error:
@@ -322,7 +321,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Stands for the closing of what was not opened."""
+    """Placeholder for closing a file that was not opened."""
 
 
 @cache
@@ -331,15 +330,15 @@ def _libc() -> ctypes.CDLL:
 
 
 def unlock_and_close(file: FileIO) -> None:
-    """Ends an exclusive opening; a second call does nothing."""
-    # A ring releases its files some time after it was closed: closing alone would unlock late.
+    """Unlocks and closes a file; a second call does nothing."""
+    # A ring releases its files some time after its close; closing the file alone unlocks late.
     with contextlib.suppress(OSError, ValueError):
         fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
 
 
 def lock_file(fd: int, name: str) -> None:
-    """Locks an open file, at once.  Raises PoolInUse."""
+    """Locks an open file, without waiting.  Raises PoolInUse."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -359,9 +358,9 @@ def lock_file(fd: int, name: str) -> None:
 
 
 def lock_owner(status: os.stat_result) -> int | None:
-    """The process that holds the lock on a file, as /proc/locks shows it (proc(5)).
+    """The process that has locked a file, from /proc/locks (proc(5)).
 
-    Taking the lock to find out would make an opening at the same moment fail.
+    Trying the lock instead would make a concurrent opening fail.
     """
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:

@@ -1,4 +1,4 @@
-"""Checks for control by other users: links they made in shared folders, files they own.
+"""Refuses files that other users control: their links in shared folders, and files they own.
 
 The rule for links is the kernel's for sticky folders (protected_symlinks, sysctl/fs), applied to
 every folder that others may write.
@@ -16,12 +16,12 @@ _SHARED_MODE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def resolve(name: str) -> str:
-    """The path without symbolic links; parts that do not exist stay as they are.
+    """Resolves symbolic links of a path; parts that do not exist stay as they are.
 
     Raises PoolUntrusted for a link of another user in a folder that several users can write,
     ConfigError for a loop.
     """
-    parts = _parts(os.path.join(os.getcwd(), name))  # abspath would drop ".." behind links
+    parts = _parts(os.path.join(os.getcwd(), name))  # abspath would resolve ".." before links
     place = "/"
     links = 0
     while parts:  # bounded by _LINKS_MAX
@@ -44,9 +44,9 @@ def resolve(name: str) -> str:
 
 
 def check_owner(fd: int, name: str) -> None:
-    """Raises PoolUntrusted for a regular file that another user owns, or that all may write.
+    """Raises PoolUntrusted for a regular file that another user owns, or that everyone may write.
 
-    Files of root and of this process's user pass; so does a group that was given the right.
+    Files of root and of this process's user are accepted, also if their group may write.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):

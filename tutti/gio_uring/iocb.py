@@ -46,16 +46,16 @@ class IocbStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """Where the segments of numbered pages lie.
+    """Addresses of the segments of numbered pages.
 
     Segment ``k`` of page ``p`` in layer ``l`` is ``segment_nbytes[k]`` bytes at
     ``bases[l, k] + p * stride_nbytes[k]``.
 
     bases: uint64 (layers, segments), addresses inside registered memory.
     stride_nbytes, segment_nbytes: one number per segment, at most four.
-    pages: how many pages there are; a page number is below it.
-    owner: what keeps the memory mapped; jobs hold it as long as a device may write there.
-    path: the `Submitter` of memory that the controller does not reach itself, such as a GPU's.
+    pages: number of pages; page numbers are 0 to pages - 1.
+    owner: keeps the memory mapped; jobs reference it as long as a device may write there.
+    path: the `Submitter` of memory that the controller cannot access, such as a GPU's.
     """
 
     bases: U64
@@ -75,19 +75,19 @@ class PagedMemory:
 
     @cached_property
     def table(self) -> U64:
-        """``bases`` as native code reads them."""
+        """``bases`` as a contiguous uint64 array, for native code."""
         return np.ascontiguousarray(self.bases, np.uint64)
 
     @cached_property
     def fills_pages(self) -> bool:
-        """Whether every segment begins and ends where a page of the device's does."""
+        """Whether every segment begins and ends at a page boundary of the device."""
         lengths = (*self.segment_nbytes, *self.stride_nbytes)
         is_odd = any(nbytes % PAGE_NBYTES for nbytes in lengths)
         return not is_odd and not np.any(self.bases % np.uint64(PAGE_NBYTES))
 
     @cached_property
     def iocb(self) -> IocbStruct:
-        """What every I/O control block of this memory has in common."""
+        """An I/O control block with the fields that depend only on this memory."""
         io = IocbStruct()
         io.bases, (io.n_layers, io.n_segments) = address(self.table), self.table.shape
         for k, nbytes in enumerate(self.segment_nbytes):
@@ -95,15 +95,15 @@ class PagedMemory:
         return io
 
     def check_pages(self, pages: npt.ArrayLike, *, once: bool = False) -> U32:
-        """A copy of ``pages`` as uint32 (n,).  once: each may be named once.
+        """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.
 
-        Raises PageRangeError, ConfigError for one that is named twice.
+        Raises PageRangeError, ConfigError for duplicates.
         """
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
         if array.size:
-            # A few numbers are looked at sooner one by one.
+            # A few numbers are checked faster one by one.
             one_by_one = once or array.size <= _FEW
             numbers = array.tolist() if one_by_one else (array.min(), array.max())
             low, high = int(min(numbers)), int(max(numbers))
@@ -133,7 +133,7 @@ class CutStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Extents:
-    """Runs on the medium, in the order of the pages they hold.
+    """Runs on the medium, in the order of their pages.
 
     slba, nsid, count: (n,) first LBA in layer 0, namespace, number of consecutive slices.
     slice_nlb: LBAs of one slice.  layer_stride_nlb: LBAs from one layer to the next.
@@ -146,7 +146,7 @@ class Extents:
     layer_stride_nlb: int = 0
 
     def commands(self, cut: CutStruct) -> Runs:
-        """Its commands of one layer, RUN_DTYPE, in the same order.
+        """The commands of one layer as RUN_DTYPE, in the same order.
 
         A slice longer than a command is split at LBAs; otherwise commands hold whole slices.
         """
@@ -162,8 +162,8 @@ class Extents:
 def fill_runs(
     function: Callable[..., int], arguments: tuple[Any, ...], cut: CutStruct, guess: int
 ) -> Runs:
-    """What a native function that cuts runs writes; guess: how many commands there may be."""
-    for _ in range(2):  # once more where the guess was too low
+    """Returns the commands that a native function writes; guess: expected number of commands."""
+    for _ in range(2):  # a second time if the guess was too low
         runs = np.empty(guess, RUN_DTYPE)
         found = function(*arguments, ctypes.byref(cut), address(runs), guess)
         if found < 0:

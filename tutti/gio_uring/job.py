@@ -16,7 +16,7 @@ from tutti.gio_uring.engine_structs import JobReport
 
 
 class JobEngine(Protocol):
-    """The engine of a job: `handle` is the native one, `guard` is around callbacks."""
+    """The engine of a job.  handle: the native engine.  guard: runs callbacks."""
 
     guard: Guard
 
@@ -25,15 +25,15 @@ class JobEngine(Protocol):
 
 
 def nanoseconds(seconds: float) -> int:
-    """For the native side."""
+    """Converts a time for native code."""
     return max(0, int(seconds * 1e9))
 
 
 class Job:
-    """One I/O control block on its way.  Thread-safe.  Its engine is foreign to a forked child.
+    """One submitted I/O control block.  Thread-safe.  A forked child cannot use it.
 
-    page_status: uint32 (pages,), 0 or the first NVMe status that a page met; final once the job
-    is done.  native: the native job, which its submission writes before any service thread has it.
+    page_status: uint32 (pages,), 0 or the first error status of a page; final once the job is done.
+    native: the native job; its submission sets this before a service thread gets the job.
     """
 
     _on_ready: Callable[[], None] | None = None
@@ -57,12 +57,12 @@ class Job:
         self._free = _native.quick().gio_job_free
 
     def __del__(self) -> None:
-        """Frees the native job; one that was not released is the native threads'."""
+        """Frees the native job; the native threads free one that was not released."""
         if getattr(self, "_released", False):
             self._free(self.native)
 
     def report(self) -> JobReport:
-        """Where the job stands."""
+        """The progress of the job."""
         _ = self._engine.guard  # in a forked child this raises ForkedProcess
         out = JobReport()
         _native.quick().gio_job_report(self.native, ctypes.byref(out))
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def kept(self) -> tuple[Any, ...]:
-        """What must live as long as the device may use it; nothing once the job is released."""
+        """Objects kept while a device may use them; empty once the job is released."""
         return self._keep
 
     @property
@@ -79,7 +79,7 @@ class Job:
         return bool(self.report().done)
 
     def order_stream(self, stream: int, layers: int) -> None:
-        """No stream of a GPU can wait for host memory."""
+        """Raises Unsupported: GPU streams cannot wait for jobs in host memory."""
         raise Unsupported(
             "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
             "a DeviceMemory"
@@ -100,36 +100,35 @@ class Job:
         return in_pieces(lambda s: wait(*handles, nanoseconds(s)) == 0, timeout_s)
 
     def open_gate(self) -> None:
-        """Lets a gated job compare its digests."""
+        """Lets a gated job compare its digests, which are filled now."""
         _native.quick().gio_job_open_gate(self._engine.handle, self.native)
 
     @property
     def layers_ready(self) -> int:
-        """Layers that have arrived, from the first on."""
+        """Number of layers that have arrived, from the first on."""
         return int(self.report().layers_ready)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
-        """Lets the first ``layers`` layers of a held job be issued; a write stops where they are
-        fewer than before.
+        """Permits a held job to issue its first ``layers`` layers; fewer than before stop a write.
 
-        on_ready: called once ``report_at`` of them are ready, on the engine's own thread; a later
-        grant replaces it.  Raises CapacityError without memory for that.
+        on_ready: called on the engine's thread once ``report_at`` layers are ready; a later grant
+        replaces it.  Raises CapacityError without memory for that.
         """
         self._on_ready = on_ready
         result = _native.quick().gio_job_grant(self._engine.handle, self.native, layers, report_at)
         _native.check(result, "cannot grant layers of a transfer", "free memory", CapacityError)
 
     def report_ready(self) -> None:
-        """The layers that a grant asked about are ready."""
+        """Calls ``on_ready`` of the last grant: its layers are ready."""
         if self._on_ready is not None:
             self._engine.guard.call("a completion callback", self._on_ready)
 
     def cancel(self) -> None:
-        """Issues nothing more of this job; what is in flight still ends by itself."""
+        """Issues no more commands of this job; those in flight end by themselves."""
         _native.lib().gio_job_cancel(self._engine.handle, self.native)
 
     def on_released(self, callback: Callable[[Job], None] | None) -> None:
-        """Calls back once no command is outstanding, or now; the last callback given counts."""
+        """Calls back once no command is outstanding, or now if none is; replaces an earlier one."""
         with self._lock:
             if not self._released:
                 self._callback = callback

@@ -1,4 +1,4 @@
-"""Words by which a job of the engine and the mover of its staging memory tell each other of layers.
+"""Words in memory through which an engine's job and the mover of its staging report layers.
 
 The layout is `gio::LayerWords` of gio_uring/layer_words.h; a test compares the two.  Every word
 has one writer, and no thread sleeps on it: the engine's thread stores `ready` with release order, a
@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from tutti.gio_uring.memory import view_at
 
-#: Bytes before the layers: the mover's word has a line of its own.
+#: Bytes before the layers' words: the mover's word has a cache line of its own.
 HEAD_NBYTES = 128
 LAYER_NBYTES = 8  # `ready` and `status`
 
 
 class LayerWords:
-    """The words of one job of `layers` layers at an address, whose memory the caller keeps."""
+    """The words of one job of `layers` layers, at an address in memory that the caller keeps."""
 
     def __init__(self, address: int, layers: int) -> None:
         self.address = address
@@ -29,7 +29,7 @@ class LayerWords:
 
     @staticmethod
     def nbytes_of(layers: int) -> int:
-        """Bytes of the words for `layers` layers, whole lines of 128."""
+        """Bytes of the words for `layers` layers, a multiple of 128."""
         return -(-(HEAD_NBYTES + layers * LAYER_NBYTES) // HEAD_NBYTES) * HEAD_NBYTES
 
     def clear(self) -> None:
@@ -37,16 +37,16 @@ class LayerWords:
         self._words[:] = 0
 
     def grant(self, layers: int) -> None:
-        """Lets the engine begin so many layers, from the first; before the job is submitted."""
+        """Lets the engine begin the first `layers` layers; call it before the submission."""
         self._words[0] = layers
 
     @property
     def moved(self) -> int:
-        """How many layers the engine may begin: the mover has filled or freed their places."""
+        """Number of layers that the engine may begin: the mover filled or freed their places."""
         return int(self._words[0])
 
     def status(self, layer: int) -> int:
-        """The first error of the job when `layer` ended, 0 for none or not yet."""
+        """The job's first error when `layer` ended; 0 for none, or before the end."""
         return int(self._words[self._index(layer) + 1])
 
     def is_ready(self, layer: int) -> bool:
@@ -54,8 +54,8 @@ class LayerWords:
         return bool(self._words[self._index(layer)])
 
     def abort(self, status: int) -> None:
-        """Ends the layers that are not ready with an error, in place of an engine or a kernel that
-        no longer does.
+        """Ends the layers that are not ready with an error, after the engine or kernel that should
+        end them has stopped.
         """
         for layer in range(self.layers):
             if not self.is_ready(layer):
@@ -63,7 +63,7 @@ class LayerWords:
                 self._words[self._index(layer)] = 1
 
     def ready_offset(self, layer: int) -> int:
-        """Where the word of a layer lies, in bytes from `address`."""
+        """Offset of a layer's word from `address`, in bytes."""
         return self._index(layer) * 4
 
     def _index(self, layer: int) -> int:

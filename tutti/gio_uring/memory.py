@@ -1,7 +1,7 @@
 """Memory that a controller may read and write: allocation on hugepages, addresses, regions.
 
-On virtual disks and behind an IOMMU every 4 KiB page of a transfer is a descriptor of its own, so
-what a buffer is backed by decides the bandwidth; `HostBuffer.backing` reads it back.
+On virtual disks and behind an IOMMU every 4 KiB page of a transfer takes a descriptor, so the page
+size of a buffer determines the bandwidth; `HostBuffer.backing` reports it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NBYTES_MAX = 1 << 56
 class HostBuffer:
     """Anonymous zeroed memory, freed when the last view of it is gone.
 
-    With `hugepages` it starts at a 2 MiB boundary and lies on hugetlb pages where some are
-    reserved, else on transparent hugepages where the kernel has them, and is touched at once.
-    `address` and `nbytes` describe it, `array` is uint8 of shape (nbytes,).
+    hugepages: start at a 2 MiB boundary, use hugetlb pages if enough are reserved, else
+    transparent hugepages if the kernel has them, and touch the memory at once.
+    array: the memory as uint8 (nbytes,).
 
     Raises CapacityError when there is not enough memory, ConfigError for a size below one byte.
     """
@@ -68,7 +68,7 @@ class HostBuffer:
             self._advise(start)
 
     def _map_hugetlb(self) -> mmap.mmap | None:
-        """Memory on reserved hugepages; None where there are not enough."""
+        """Maps reserved hugepages; None if there are not enough."""
         flags = _PRIVATE | _MAP_HUGETLB
         length = -(-self.nbytes // HUGEPAGE_NBYTES) * HUGEPAGE_NBYTES
         try:
@@ -79,7 +79,7 @@ class HostBuffer:
         return mapping
 
     def _advise(self, start: int) -> None:
-        """Ask for transparent hugepages and touch them; a kernel that refuses costs speed alone."""
+        """Requests transparent hugepages and touches them; a refusal only costs speed."""
         assert self._mapping is not None
         length = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
@@ -90,7 +90,7 @@ class HostBuffer:
 
     @property
     def backing(self) -> str:
-        """What most of the touched memory lies on: "hugetlb", "thp" or "pages"."""
+        """Page kind of most of the touched memory: "hugetlb", "thp" or "pages" (4 KiB)."""
         if self._is_hugetlb:
             return "hugetlb"
         for mapping in _mappings():
@@ -101,7 +101,7 @@ class HostBuffer:
 
 @dataclass
 class _Mapping:
-    """A mapping of this process: addresses [start, end), and how much of it is there."""
+    """A mapping of this process: addresses [start, end), and its resident and large bytes."""
 
     start: int
     end: int
@@ -109,7 +109,7 @@ class _Mapping:
     huge_nbytes: int = 0
 
 
-#: What proc(5) calls large pages within a mapping of ordinary ones, in smaps.
+#: Lines of smaps with the large pages of a mapping of 4 KiB pages (proc(5)).
 _HUGE = ("AnonHugePages:", "ShmemPmdMapped:")
 
 
@@ -135,9 +135,9 @@ def _mappings() -> list[_Mapping]:
 
 
 def hugepage_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
-    """How much of some memory, (address, nbytes) each, lies on large pages now.
+    """Bytes of ranges (address, nbytes) that are on large pages now.
 
-    Of a mapping that is larger than a range, the range is taken to have its share.
+    If a mapping is larger than a range, the range counts in proportion.
     """
     mappings = _mappings()
     total = 0.0
@@ -152,9 +152,9 @@ def hugepage_nbytes(ranges: Iterable[tuple[int, int]]) -> int:
 def address_of(buffer: Any) -> tuple[int, int]:
     """(address, nbytes) of memory that a device may write.
 
-    Takes a HostBuffer, a numpy array, anything with `data_ptr()` (a torch tensor), anything with
-    the buffer protocol (bytearray, mmap, shared memory's `buf`), or the pair itself, whose memory
-    the caller keeps alive and unmoved.
+    buffer: a HostBuffer, a numpy array, an object with `data_ptr()` (a torch tensor) or the buffer
+    protocol (bytearray, mmap, shared memory's `buf`), or an (address, nbytes) pair whose memory the
+    caller keeps mapped.
 
     Raises ConfigError for memory that is read-only, not contiguous or empty.
     """
@@ -198,8 +198,8 @@ def _address_of_view(buffer: Any) -> tuple[int, int]:
 class DmaRegion(Owned):
     """Memory registered with one controller.
 
-    `dma` is the address under which commands name it. Holds the buffer and the controller, so
-    neither goes away before it. Close it when no command names the memory any more.
+    dma: its address in commands. References the buffer and the controller, so that both live at
+    least as long. Close it when no command uses the memory any more.
     """
 
     def __init__(self, buffer: Any, dma: int, unregister: Callable[[DmaRegion], None]) -> None:
@@ -209,7 +209,7 @@ class DmaRegion(Owned):
         self._unregister: Callable[[DmaRegion], None] | None = unregister
 
     def close(self) -> None:
-        """Take the memory away from the controller; a second call does nothing."""
+        """Unregisters the memory; a second call does nothing."""
         if self._unregister is not None:
             self._unregister(self)
             self._unregister = None

@@ -15,7 +15,7 @@ from tutti.gio_uring.drives import vfio
 
 PREFIX = "nvme:"
 _NVME_CLASS = "0x010802"  # PCI Code and ID Assignment Specification 1.15, 1.2
-#: domain:bus:device.function as the kernel names PCI functions, and a namespace behind it.
+#: domain:bus:device.function, the kernel's name of a PCI function, and an optional namespace.
 _FORM = re.compile(r"([0-9a-f]{4,8}:[0-9a-f]{2}:[0-1][0-9a-f]\.[0-7])(?:/ns([1-9][0-9]{0,9}))?")
 
 
@@ -23,7 +23,7 @@ _FORM = re.compile(r"([0-9a-f]{4,8}:[0-9a-f]{2}:[0-1][0-9a-f]\.[0-7])(?:/ns([1-9
 class NamedDrive:
     """One drive, or one of its namespaces.
 
-    bdf: the PCI function, "0000:03:00.0".  nsid: None for the only namespace that it has.
+    bdf: the PCI function, "0000:03:00.0".  nsid: None for the drive's only namespace.
     """
 
     bdf: str
@@ -42,12 +42,12 @@ class NamedDrive:
 
 
 def is_drive(name: str) -> bool:
-    """Whether a name means a drive and not a file."""
+    """Whether a name is a drive's address, not a file's path."""
     return name.startswith(PREFIX)
 
 
 def open_drives(names: Sequence[str]) -> NativeController:
-    """Takes the drives; namespace n of the controller is what ``names[n - 1]`` says.
+    """Opens the drives as one controller; its namespace n is ``names[n - 1]``.
 
     Raises what VfioController raises, and ConfigError for addresses that are malformed, ambiguous
     or given twice, or drives that do not fit together.
@@ -77,7 +77,7 @@ def open_drives(names: Sequence[str]) -> NativeController:
 
 
 def _check_is_nvme(bdf: str) -> None:
-    """Raises ConfigError for another device; one that is not there is VfioDevice's to report."""
+    """Raises ConfigError for a device that is not NVMe; VfioDevice reports one that is missing."""
     where = vfio.PCI_DEVICES / bdf / "class"
     if where.exists() and where.read_text().strip() != _NVME_CLASS:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _namespace(address: NamedDrive, drive: VfioController) -> int:
 
 
 def serial_of(controller: NativeController, nsid: int) -> str:
-    """The serial number of the drive that has a namespace of what ``open_drives`` returned."""
+    """Serial number of the drive of a namespace; controller: from ``open_drives``."""
     if isinstance(controller, SpanController):
         controller = controller.drives[controller.places[nsid - 1][0]]
     assert isinstance(controller, VfioController), "a controller of named drives"

@@ -25,7 +25,7 @@ OPCODE_WRITE = 0x01
 OPCODE_READ = 0x02
 OPCODE_DATASET_MANAGEMENT = 0x09
 
-# What a command's data pointer is.
+# PSDT: the kind of a command's data pointer.
 PSDT_PRP = 0
 PSDT_SGL = 1
 
@@ -92,5 +92,5 @@ class DsmRange(ctypes.LittleEndianStructure):
 
 
 def make_cdw0(opcode: int, psdt: int, cid: int) -> int:
-    """The first dword of a command."""
+    """Dword 0 of a command."""
     return opcode | psdt << 14 | cid << 16

@@ -1,8 +1,7 @@
-"""Detects what a machine offers to the rings, and the tier that follows from it.
+"""Detects the capabilities of a machine, and the tiers that follow from them.
 
-Everything is only looked at: no setting changes, no device is opened for writing, and a file that
-is needed for a test has no name and is gone afterwards. The tiers are described in
-docs/tiers.md.
+Changes nothing: no settings, no device is opened for writing, and files for tests have no name and
+vanish. docs/tiers.md describes the tiers.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from tutti.gio_uring.drives.mounts import filesystem_of
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
 from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mapping
 
-# linux/io_uring.h. The numbers of the system calls are the same on every architecture that came
-# after Linux 5.0, and on x86-64 and arm64.
+# linux/io_uring.h. The system calls' numbers are those of x86-64, arm64, and all architectures
+# newer than Linux 5.0.
 _SYS_SETUP, _SYS_REGISTER = 425, 427
 _PARAMS_NBYTES = 120
 _REGISTER_PROBE = 8
@@ -46,7 +45,7 @@ _ISA_NAMES = ("portable", "AVX2", "AVX-512")  # TuttiIsa of kernels/native/api.h
 
 @dataclass(frozen=True)
 class UringFacts:
-    """io_uring. features: opcodes that Tutti uses and the kernel has. reason: why it is refused."""
+    """io_uring. features: opcodes that Tutti uses and the kernel supports. reason: of a refusal."""
 
     available: bool
     features: tuple[str, ...]
@@ -55,10 +54,10 @@ class UringFacts:
 
 @dataclass(frozen=True)
 class TransferMemoryFacts:
-    """Memory for transfers. memlock_nbytes: -1 without a limit. hugetlb: (size, total, free).
+    """Memory for transfers. memlock_nbytes: limit, -1 for none. hugetlb: (page bytes, total, free).
 
-    backing: what an ordinary buffer of the rings lies on: "hugetlb", "thp" or "pages".
-    collapses: whether memory that was touched already can be put on hugepages.
+    backing: page kind of a default buffer: "hugetlb", "thp" or "pages" (4 KiB).
+    collapses: whether touched memory can be moved to hugepages (MADV_COLLAPSE).
     """
 
     memlock_nbytes: int
@@ -70,7 +69,7 @@ class TransferMemoryFacts:
 
 @dataclass(frozen=True)
 class DirectFacts:
-    """Direct I/O at a path. Alignments are 0 where the kernel does not report them (before 6.1, or
+    """Direct I/O at a path. Alignments in bytes; 0 if the kernel does not report them (before 6.1, or
     a file system without STATX_DIOALIGN).
     """
 
@@ -94,7 +93,7 @@ class NamespaceFacts:
 
 @dataclass(frozen=True)
 class ControllerFacts:
-    """One NVMe controller on the PCI bus or a fabric; without namespaces when vfio has it."""
+    """One NVMe controller, on PCI or a fabric; has no namespaces if it is bound to vfio-pci."""
 
     name: str
     model: str
@@ -105,7 +104,7 @@ class ControllerFacts:
 
 @dataclass(frozen=True)
 class IommuFacts:
-    """Whether a program may be given a device of its own."""
+    """Whether a device can be passed to a program (vfio)."""
 
     groups: int
     vfio: bool
@@ -114,7 +113,7 @@ class IommuFacts:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """CUDA devices; `reason`: why there are none. driver: e.g. "13.0"."""
+    """CUDA devices. reason: why there are none. driver: its CUDA version, such as "13.0"."""
 
     driver: str
     devices: tuple[str, ...]
@@ -123,7 +122,7 @@ class CudaFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Everything together."""
+    """All facts about a machine."""
 
     kernel: str
     machine: str
@@ -140,7 +139,7 @@ class MachineFacts:
 
 
 def probe_machine(path: str = ".", root: Path = Path("/")) -> MachineFacts:
-    """Looks at everything; `path` is where files of a pool would be, `root` where /sys lies.
+    """Collects all facts. path: folder or file of a pool. root: folder that contains /sys.
 
     Raises NativeError when the native library is missing.
     """
@@ -170,7 +169,7 @@ def probe_machine(path: str = ".", root: Path = Path("/")) -> MachineFacts:
 
 
 def probe_uring() -> UringFacts:
-    """Makes a ring, asks the kernel for its commands, and closes it."""
+    """Creates a ring, reads the supported opcodes, and closes it."""
     refusal = uring_refusal()
     if refusal is not None:
         return UringFacts(False, (), f"{refusal}; threads with pread and pwrite take its place")
@@ -185,7 +184,7 @@ def probe_uring() -> UringFacts:
 
 
 def _opcodes(fd: int) -> tuple[str, ...]:
-    """Which of _OPCODES the kernel has: io_uring_probe is 16 bytes and 8 for every opcode."""
+    """Which of _OPCODES the kernel supports: io_uring_probe has 16 bytes, and 8 per opcode."""
     raw = ctypes.create_string_buffer(16 + 8 * _PROBE_OPS)
     if _syscall(_SYS_REGISTER, fd, _REGISTER_PROBE, ctypes.addressof(raw), _PROBE_OPS) < 0:
         return ()
@@ -199,7 +198,7 @@ def _opcodes(fd: int) -> tuple[str, ...]:
 
 
 def _syscall(number: int, *arguments: int) -> int:
-    """Its result, or a negative errno."""
+    """The result of a system call, or a negative errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     result = int(libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments)))
@@ -207,7 +206,7 @@ def _syscall(number: int, *arguments: int) -> int:
 
 
 def probe_memory(root: Path = Path("/")) -> TransferMemoryFacts:
-    """Limits and settings, and what memory really lies on."""
+    """Limits and settings of memory, and the page kind of a real buffer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     mm = root / "sys/kernel/mm"
     pools = []
@@ -229,7 +228,7 @@ def probe_memory(root: Path = Path("/")) -> TransferMemoryFacts:
 
 
 def _collapses() -> bool:
-    """Touches ordinary private memory and asks for it to be put on a hugepage afterwards."""
+    """Whether touched private memory can be moved to a hugepage; tries it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, 2 * HUGEPAGE_NBYTES, flags=flags) as mapping:
         for page in range(0, len(mapping), mmap.PAGESIZE):
@@ -243,14 +242,14 @@ def _collapses() -> bool:
 
 
 def _address(mapping: mmap.mmap) -> int:
-    """Where a mapping lies; nothing keeps it there but the mapping itself."""
+    """The address of a mapping, valid as long as the mapping lives."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def probe_direct(path: str) -> DirectFacts:
-    """Reads, and in a folder first writes, one block by direct I/O.
+    """Tries direct I/O of one block: reads a file or device, or writes and reads a new file.
 
-    A file or block device is only read. Raises Unsupported when the path cannot be used at all.
+    Raises Unsupported if the path cannot be used at all.
     """
     filesystem = filesystem_of(path)
     try:
@@ -266,7 +265,7 @@ def probe_direct(path: str) -> DirectFacts:
 
 @contextmanager
 def _direct_file(path: str) -> Iterator[tuple[int, bool]]:
-    """A file to try with, and whether it is a new one without a name."""
+    """Yields a file descriptor to test, and whether its file is new and nameless."""
     if os.path.isdir(path):
         with tempfile.TemporaryFile(dir=path) as file:
             yield file.fileno(), True
@@ -283,7 +282,7 @@ def _direct_file(path: str) -> Iterator[tuple[int, bool]]:
 
 
 def _try_direct(fd: int, is_new: bool) -> str:
-    """Why direct I/O does not work; "" when it does."""
+    """The reason why direct I/O does not work; "" if it does."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, _BLOCK_NBYTES) as block:
@@ -298,7 +297,7 @@ def _try_direct(fd: int, is_new: bool) -> str:
 
 
 def _dio_alignment(fd: int) -> tuple[int, int]:
-    """(memory, offset) alignment of direct I/O from statx(2); zeros where it is not reported."""
+    """(memory, offset) alignment of direct I/O in bytes, from statx(2); zeros if not reported."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "statx"):
         return 0, 0
@@ -312,7 +311,7 @@ def _dio_alignment(fd: int) -> tuple[int, int]:
 
 
 def probe_controllers(root: Path = Path("/")) -> tuple[ControllerFacts, ...]:
-    """NVMe controllers of the kernel's driver, and those that vfio-pci has taken over."""
+    """NVMe controllers bound to the kernel's driver, and those bound to vfio-pci."""
     found = [_controller(folder) for folder in sorted((root / "sys/class/nvme").glob("nvme*"))]
     for folder in sorted((root / "sys/bus/pci/drivers/vfio-pci").glob("*:*")):
         if _text(folder / "class") == _PCI_CLASS_NVME:
@@ -322,7 +321,7 @@ def probe_controllers(root: Path = Path("/")) -> tuple[ControllerFacts, ...]:
 
 def _controller(folder: Path) -> ControllerFacts:
     namespaces = []
-    # With native multipath the heads of namespaces lie elsewhere; paths are named nvme0c0n1.
+    # With native multipath, this folder has paths (nvme0c0n1) instead of namespaces.
     for place in sorted(folder.glob("nvme*n*")):
         if "c" not in place.name.removeprefix("nvme"):
             namespaces.append(_namespace(place))
@@ -348,7 +347,7 @@ def _namespace(folder: Path) -> NamespaceFacts:
 
 
 def probe_iommu(root: Path = Path("/")) -> IommuFacts:
-    """The kernel's side of giving a device to a program."""
+    """Whether IOMMU and vfio allow passing a device to a program."""
     groups = root / "sys/kernel/iommu_groups"
     return IommuFacts(
         groups=sum(1 for _ in groups.iterdir()) if groups.is_dir() else 0,
@@ -358,7 +357,7 @@ def probe_iommu(root: Path = Path("/")) -> IommuFacts:
 
 
 def probe_cuda(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> CudaFacts:
-    """Asks the driver's own library, when there is one, for its version and devices."""
+    """Reads version and devices through the driver's library, if it is installed."""
     try:
         driver = load("libcuda.so.1")
     except OSError:
@@ -389,7 +388,7 @@ def _drive_facts(controllers: tuple[ControllerFacts, ...], iommu: IommuFacts) ->
 
 
 def _text(path: Path) -> str:
-    """What a small file of the kernel says; "" when it is not there."""
+    """Content of a small file in /proc or /sys; "" if it does not exist."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

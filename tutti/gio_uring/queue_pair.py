@@ -1,7 +1,7 @@
 """The memory of an NVMe queue pair, which submitters and controller share.
 
-`QueuePair` lays it out and fills the struct that all native and device code takes; the verbs are in
-`kernels/include/gio_uring/queue_pair.h`.
+`QueuePair` lays it out and fills the struct that native and device code uses; the operations are
+in `kernels/include/gio_uring/queue_pair.h`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QueuePairStruct(ctypes.LittleEndianStructure):
 
 @dataclass(frozen=True)
 class QueueLayout:
-    """Byte offsets of one queue pair's parts in its memory; rings on pages, words on lines."""
+    """Byte offsets of a queue pair's parts; rings start at pages, words at cache lines."""
 
     depth: int
 
@@ -81,12 +81,12 @@ class QueueLayout:
 
     @property
     def queue_pair(self) -> int:
-        """Where the struct itself lies."""
+        """Offset of the struct."""
         return self.completions + _round_up(4 * self.depth, _LINE_NBYTES)
 
     @property
     def cid_words(self) -> int:
-        """Words of the bitmap of free CIDs."""
+        """Number of words of the bitmap of free CIDs."""
         return -(-self.depth // 32)
 
     @property
@@ -94,16 +94,16 @@ class QueueLayout:
         return _round_up(self.queue_pair + ctypes.sizeof(QueuePairStruct), 4096)
 
     def free_cids(self) -> list[int]:
-        """The bitmap at the start: all CIDs are free but the last, so at most depth-1 are used."""
+        """The initial bitmap: all CIDs but the last are free, as at most depth - 1 may be used."""
         bits = (1 << (self.depth - 1)) - 1
         return [bits >> (32 * i) & _U32_MASK for i in range(self.cid_words)]
 
 
 class QueuePair(Owned):
-    """The memory of one queue pair, with nothing in flight.
+    """The memory of one queue pair.
 
-    Made by a controller, which polls this memory until the controller itself is closed; `close`
-    only ends the use of it. Plain data at `struct_address` for native and device code.
+    A controller makes it, and may poll it until the controller is closed; `close` only ends its
+    use. Native and device code use the plain struct at `struct_address`.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class QueuePair(Owned):
 
     @property
     def inflight(self) -> int:
-        """Number of commands whose CID is acquired."""
+        """Number of acquired CIDs."""
         bitmap = self.memory.array[self.layout.cid_free :][: 4 * self.layout.cid_words]
         free = sum(int(word).bit_count() for word in bitmap.view(np.uint32))
         return self.depth - 1 - free
 
     def close(self) -> None:
-        """Nothing is submitted here any more; a second call does nothing."""
+        """Ends the use of the queue pair; a second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
             if self._on_close is not None:

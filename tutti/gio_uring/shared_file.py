@@ -1,9 +1,9 @@
-"""Second openings of member files for other processes, and how their end is noticed.
+"""Reopens member files for other processes, and detects when those have closed them.
 
-Every opening that is handed out carries a lock of its own on one byte far behind the end of the
-file (an open file description lock, fcntl(2)).  The kernel drops it with the last reference to the
-opening: when all processes have closed it and no request of io_uring uses it any more.  So a lock
-that is gone proves that no transfer of that process is under way.
+Every open file description that is given to a process has a lock on one byte far beyond the end of
+the file (fcntl(2), F_OFD_SETLK).  The kernel releases it with the last reference to the open file
+description: when all processes have closed it and no io_uring request uses it.  So a lock that is
+gone proves that no transfer of that process is under way.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Sequence
 
 from tutti.errors import ConfigError, Unsupported
 
-_FIRST = 1 << 62  # behind the end of every file
+_FIRST = 1 << 62  # beyond the end of any file
 _PID_SHIFT = 30
 _LAST = (1 << 63) - 1
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def lock_place(pid: int) -> int:
-    """A byte that one process locks, so that another opener can name the owner."""
+    """The byte that represents a process; others find the process by its lock."""
     return _FIRST + (pid << _PID_SHIFT) + secrets.randbits(_PID_SHIFT)
 
 
 def reopen(fds: Sequence[int], place: int) -> list[int]:
-    """Opens the same files again, as they were opened, with a lock on the byte ``place``.
+    """Reopens files with the same flags, and locks the byte ``place`` of each.
 
-    Raises Unsupported where /proc or the file system does not allow that.
+    Raises Unsupported if /proc or the file system does not allow that.
     """
     opened: list[int] = []
     try:
@@ -51,18 +51,18 @@ def reopen(fds: Sequence[int], place: int) -> list[int]:
 
 
 def is_open_elsewhere(fds: Sequence[int], place: int) -> bool:
-    """Whether an opening with a lock on the byte ``place`` still exists.  True when unknown."""
+    """Whether another open file description still locks byte ``place``.  True if unknown."""
     return any(_holder(fd, place, 1) is not None for fd in fds)
 
 
 def user_of(fd: int) -> int | None:
-    """The process that an opening of this file was handed to and that still exists, if any."""
+    """A process that still has this file open by ``reopen``, if any."""
     start = _holder(fd, _FIRST, 0)
     return None if start is None else (start - _FIRST) >> _PID_SHIFT
 
 
 def check_files(fds: Sequence[int]) -> None:
-    """Raises ConfigError for what is neither a regular file nor a device that can be locked."""
+    """Raises ConfigError for files that are neither regular nor devices that can be locked."""
     for fd in fds:
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, _FIRST, 1))
@@ -71,7 +71,7 @@ def check_files(fds: Sequence[int]) -> None:
 
 
 def _holder(fd: int, start: int, length: int) -> int | None:
-    """First locked byte of a range that another opening holds; ``start`` when it is not known."""
+    """First byte of a range that another open file description has locked; ``start`` if unknown."""
     try:
         answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, start, length))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""NVMe statuses and exceptions: the only place where one becomes the other."""
+"""Converts NVMe statuses to exceptions, and exceptions to statuses."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _STATUS_NAMES = {
 
 
 def status_name(status: int) -> str:
-    """For people: "lba out of range (0x080)"."""
+    """A readable name: "lba out of range (0x080)"."""
     return f"{_STATUS_NAMES.get(status, 'unknown status')} ({status:#05x})"
 
 
 def status_error(
     status: int, what: str = "a command", pages: Sequence[int] = ()
 ) -> TuttiError | None:
-    """The exception for an NVMe status that `what` ended with; None for success.
+    """The exception for the NVMe status of `what`; None for success.
 
-    `pages` are positions in the caller's batch. DeviceTimeout where the command had not ended,
-    CapacityError for a full medium, ChecksumMismatch for bytes with another digest, PoolClosed for
-    what a close cancelled, PoolMoved, PoolReadOnly, DeviceGone, else MediumError.
+    pages: positions in the caller's batch. DeviceTimeout for a command that did not end in time,
+    CapacityError for a full medium, ChecksumMismatch for a digest that differs, PoolClosed if a
+    close cancelled it, PoolMoved, PoolReadOnly, DeviceGone, else MediumError.
     """
     if status == STATUS_OK:
         return None
@@ -74,7 +74,7 @@ def status_error(
 
 
 def error_status(error: BaseException) -> int:
-    """The status of a transfer that could not be started; `status_error` makes the same of it."""
+    """The status of a transfer that could not be started; `status_error` is the inverse."""
     if isinstance(error, DeviceTimeout):
         return STATUS_TIMED_OUT
     return STATUS_CANCELLED if isinstance(error, PoolClosed) else STATUS_INTERNAL_ERROR

@@ -1,7 +1,7 @@
-"""Tiers T0 to T3: how much of the path from drive to GPU the GPU itself can run here.
+"""Tiers T0 to T3: how much of the path from drive to GPU the GPU can control on this machine.
 
-`judge_tiers` decides from facts alone, from T3 down; every tier that is missing lists what is
-missing and how to get it. docs/tiers.md describes the tiers, what they risk and how to go back.
+`judge_tiers` is a pure function of the facts; for every unavailable tier it lists what is missing
+and the remedy. docs/tiers.md describes the tiers, their risks and how to undo them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _KERNEL_PFNMAP = (6, 12)
 
 @dataclass(frozen=True)
 class TierFacts:
-    """One tier: where rings and data lie, who rings the doorbell, and why it is not there.
+    """One tier: location of rings and data, writer of the doorbell, and why it is unavailable.
 
-    is_tried: whether this version has run it on a machine that has it.
+    is_tried: whether this version was run at this tier on hardware.
     """
 
     name: str
@@ -38,7 +38,7 @@ class TierFacts:
 
 @dataclass(frozen=True)
 class DriveFacts:
-    """The host's side. on_vfio: NVMe drives bound to vfio-pci; drives: all NVMe drives."""
+    """Drives of the host. on_vfio: NVMe drives bound to vfio-pci; drives: all NVMe drives."""
 
     drives: int
     on_vfio: int
@@ -51,8 +51,8 @@ class DriveFacts:
 class MappingFacts:
     """Whether a GPU may map another device's registers.
 
-    is_open_driver: None where there is no NVIDIA driver. driver, kernel: versions as numbers.
-    peer_mapping: PeerMappingOverride is set. lockdown: the kernel's lockdown mode, "" or "none".
+    is_open_driver: None without an NVIDIA driver. driver, kernel: versions as numbers.
+    peer_mapping: PeerMappingOverride is set. lockdown: the kernel's mode; "" or "none" if off.
     """
 
     is_root: bool
@@ -64,7 +64,7 @@ class MappingFacts:
 
 
 def probe_mapping(root: Path, kernel_release: str, *, is_root: bool) -> MappingFacts:
-    """Reads what the kernel and the NVIDIA driver say below /proc and /sys."""
+    """Reads facts about the kernel and the NVIDIA driver from /proc and /sys."""
     version = _text(root / "proc/driver/nvidia/version")
     found = re.search(r"\b(\d{3}(?:\.\d+)+)\b", version)
     parameters = _text(root / "proc/driver/nvidia/params")
@@ -85,9 +85,9 @@ def judge_tiers(
     why_no_gpu: str,
     sources: Sequence[DmaAddressSource] = (),
 ) -> tuple[TierFacts, ...]:
-    """T3 to T0, each with every reason why it is not available.
+    """T3 to T0, each with all reasons why it is not available.
 
-    why_no_gpu: "" where there is a CUDA device. sources: of DMA addresses of GPU memory.
+    why_no_gpu: "" if there is a CUDA device. sources: of DMA addresses of GPU memory.
     """
     t1 = [*_why_no_drive(drives), *_why_no_registers(mapping)]
     if why_no_gpu:
@@ -140,7 +140,7 @@ def _why_no_drive(drives: DriveFacts) -> list[str]:
 
 
 def _why_no_registers(mapping: MappingFacts) -> list[str]:
-    """Of mapping a drive's registers for the GPU (osmemdesc.c and os-mlock.c of the driver)."""
+    """Reasons why the GPU cannot map a drive's registers (driver: osmemdesc.c, os-mlock.c)."""
     reasons = []
     if not mapping.is_root and not mapping.peer_mapping:
         reasons.append(
@@ -161,13 +161,13 @@ def _why_no_registers(mapping: MappingFacts) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """570.133.07 as (570, 133, 7); ends before the first part that is not a number."""
+    """"570.133.07" as (570, 133, 7); ends before the first part that is not a number."""
     leading = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(n) for n in leading[0].split(".")) if leading else ()
 
 
 def _text(path: Path) -> str:
-    """What a small file of the kernel says; "" when it is not there."""
+    """Content of a small file in /proc or /sys; "" if it does not exist."""
     try:
         return path.read_text(errors="replace")
     except OSError:

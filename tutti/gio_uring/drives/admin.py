@@ -51,7 +51,7 @@ QUEUES_MAX = 64
 
 @dataclass(frozen=True)
 class AdminResult:
-    """One admin command's end: its status and dword 0 of its completion."""
+    """Result of an admin command: status, and dword 0 of its completion."""
 
     status: int
     dword: int
@@ -59,10 +59,10 @@ class AdminResult:
 
 @dataclass(eq=False)
 class NvmeAdmin(Owned):
-    """The admin side of one drive. Commands and restarts of several threads follow each other.
+    """Registers and admin queue of one drive. Thread-safe: commands and restarts are serialized.
 
-    queue_pairs: I/O queue pairs; a restart creates them again, except a device's. shadow: address
-    of a page of shadow doorbells and one of event indices, 0 without.
+    queue_pairs: I/O queue pairs; a restart creates them again, except those of a GPU. shadow:
+    address of a page of shadow doorbells and a page of event indices, 0 if unused.
     """
 
     device: VfioDevice
@@ -82,7 +82,7 @@ class NvmeAdmin(Owned):
         self._new_queue()
 
     def _new_queue(self) -> None:
-        """Rings as the drive expects them when it is enabled."""
+        """Makes empty rings, as a drive expects them when it is enabled."""
         self._queue = QueuePair(_ADMIN_DEPTH, 0, owner=self)
         where = (self._queue.memory.address, self._queue.layout.nbytes)
         self.device.map(where)
@@ -92,7 +92,7 @@ class NvmeAdmin(Owned):
     # Registers
 
     def disable(self, timeout_s: float | None = None) -> None:
-        """CC.EN to 0 and CSTS.RDY with it: all queues are gone, and no memory is touched any more.
+        """Clears CC.EN and waits for CSTS.RDY: queues are gone, and no memory is touched any more.
 
         Raises DeviceTimeout, or DeviceGone.
         """
@@ -103,7 +103,7 @@ class NvmeAdmin(Owned):
         self._wait_status(_CSTS_READY, 0, limit_s, "disable itself")
 
     def enable(self) -> None:
-        """From disabled to ready, with a new admin queue. Raises DeviceTimeout or DeviceGone."""
+        """Enables a disabled drive, with a new admin queue. Raises DeviceTimeout or DeviceGone."""
         old = self._mapped.pop()
         self.device.unmap(old)
         self._new_queue()
@@ -116,7 +116,7 @@ class NvmeAdmin(Owned):
         self._wait_status(_CSTS_READY, _CSTS_READY, self.capabilities.timeout_s, "become ready")
 
     def shut_down(self) -> None:
-        """A normal shutdown (CC.SHN), after which power may be cut; then the drive is disabled."""
+        """Shuts the drive down (CC.SHN), so that power may be cut, and then disables it."""
         cc = self.device.read_register(_CC, 4)
         self.device.write_register(_CC, 4, cc & ~(3 << 14) | _CC_SHUTDOWN_NORMAL)
         limit_s = self._shutdown_timeout_s
@@ -139,7 +139,7 @@ class NvmeAdmin(Owned):
     # Admin commands
 
     def run(self, sqe: Sqe, timeout_s: float = _COMMAND_TIMEOUT_S) -> AdminResult:
-        """One admin command to its end. Raises DeviceTimeout; then the drive has to be reset."""
+        """Runs one admin command. Raises DeviceTimeout; the drive must be reset then."""
         with self.lock:
             return self._run(sqe, timeout_s)
 
@@ -166,7 +166,7 @@ class NvmeAdmin(Owned):
         return result
 
     def _reap(self, cid: int) -> AdminResult | None:
-        """Consumes one completion if there is one; the result if it is that of `cid`."""
+        """Consumes one completion, if there is one; returns it if it is that of `cid`."""
         lib, address = _native.lib(), self._queue.struct_address
         slot = self._struct.cq_head % _ADMIN_DEPTH
         cqe = Cqe.from_address(self._struct.cq + ctypes.sizeof(Cqe) * slot)
@@ -180,7 +180,7 @@ class NvmeAdmin(Owned):
         return AdminResult(word & ~COMPLETED, int(cqe.result))
 
     def _forward(self, which: int, word_address: int) -> None:
-        """A doorbell of the admin queue, from its word in memory to its register."""
+        """Copies a doorbell of the admin queue from its word in memory to its register."""
         word = ctypes.c_uint32.from_address(word_address).value
         offset = DOORBELLS + which * self.capabilities.doorbell_nbytes
         self.device.write_register(offset, 4, word)
@@ -208,7 +208,7 @@ class NvmeAdmin(Owned):
         return self._data.array.tobytes()
 
     def identify(self) -> IdentifyController:
-        """Identify Controller. Raises MediumError for what no drive may say."""
+        """Identify Controller. Raises MediumError for data that violates the specification."""
         page_nbytes = self.capabilities.page_nbytes_min
         found = IdentifyController.parse(self._identify(_CNS_CONTROLLER), page_nbytes)
         self._shutdown_timeout_s = max(_SHUTDOWN_TIMEOUT_S, found.shutdown_s)
@@ -220,7 +220,7 @@ class NvmeAdmin(Owned):
         return {n: NamespaceIdentity.parse(self._identify(_CNS_NAMESPACE, n)) for n in nsids}
 
     def request_queues(self, count: int) -> int:
-        """How many I/O queue pairs the drive grants, at most `count`; before any is created."""
+        """Requests I/O queue pairs, before any is created; returns how many are granted."""
         wanted = (count - 1) << 16 | (count - 1)
         cdw10 = _FEATURE_NUMBER_OF_QUEUES
         dword = self._must("grant queues", _SET_FEATURES, cdw10=cdw10, cdw11=wanted).dword
@@ -228,7 +228,7 @@ class NvmeAdmin(Owned):
         return self.queues_granted
 
     def create_queues(self, queue_pair: QueuePair) -> None:
-        """The completion queue and then the submission queue of a pair in mapped memory."""
+        """Creates the completion queue and then the submission queue of a pair in mapped memory."""
         if queue_pair.qid > self.queues_granted:
             raise ConfigError(
                 f"{self.device.bdf} grants {self.queues_granted} I/O queue pairs; close one first"
@@ -243,7 +243,7 @@ class NvmeAdmin(Owned):
         self._must(what, _CREATE_SQ, cdw10=shape, cdw11=cdw11, prp1=struct.sq)
 
     def delete_queues(self, queue_pair: QueuePair) -> None:
-        """The submission queue and then the completion queue of a pair that is idle."""
+        """Deletes the submission queue and then the completion queue of an idle pair."""
         what = f"delete queue pair {queue_pair.qid}"
         self._must(what, _DELETE_SQ, cdw10=queue_pair.qid)
         self._must(what, _DELETE_CQ, cdw10=queue_pair.qid)
@@ -251,14 +251,14 @@ class NvmeAdmin(Owned):
     def abort(self, qid: int, cid: int, timeout_s: float = _COMMAND_TIMEOUT_S) -> bool:
         """Asks the drive to abort one command; returns whether it was aborted.
 
-        The command's completion still comes, and until then its memory is the drive's.
+        The command's completion still comes, and until then the drive may use its memory.
         """
         cdw10 = cid << 16 | qid
         result = self._must("abort a command", _ABORT, timeout_s=timeout_s, cdw10=cdw10)
         return result.dword & 1 == 0
 
     def set_shadow_doorbells(self, address: int) -> None:
-        """Doorbell Buffer Config: shadow doorbells at `address`, event indices a page behind."""
+        """Doorbell Buffer Config: shadow doorbells at `address`, event indices one page later."""
         prp2 = address + self.capabilities.page_nbytes_min
         self._must("use shadow doorbells", _DOORBELL_BUFFER, prp1=address, prp2=prp2)
         self.shadow = address
@@ -266,8 +266,8 @@ class NvmeAdmin(Owned):
     def restart(self, timeout_s: float, when_disabled: Callable[[], None]) -> None:
         """Resets the controller: disables the drive, then enables it with all its queues.
 
-        Where disabling does not work, the function is reset. `when_disabled` ends the commands and
-        makes the rings new. Raises DeviceTimeout, DeviceGone or MediumError.
+        If disabling fails, the PCI function is reset. when_disabled: ends all commands and clears
+        the rings. Raises DeviceTimeout, DeviceGone or MediumError.
         """
         with self.lock:
             self._restart(timeout_s, when_disabled)
@@ -286,13 +286,13 @@ class NvmeAdmin(Owned):
         if self.shadow:
             self.set_shadow_doorbells(self.shadow)
         for queue_pair in self.queue_pairs:
-            # The submitter's words of a device are out of reach: kernels could ring old tails.
+            # The submitter's words in GPU memory cannot be cleared: kernels could ring old tails.
             queue_pair.is_dead = queue_pair.is_device
             if not queue_pair.is_dead:
                 self.create_queues(queue_pair)
 
     def check_features(self, identity: IdentifyController, *, shadow: bool) -> None:
-        """Raises Unsupported when a feature that was asked for is not there."""
+        """Raises Unsupported if a requested feature is missing."""
         if shadow and not identity.has_shadow_doorbells:
             raise Unsupported(
                 f"{self.device.bdf} has no shadow doorbells; only emulated drives have them"

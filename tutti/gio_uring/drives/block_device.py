@@ -1,8 +1,8 @@
-"""Block devices that could hold a pool, and why not: what must be known before one is written to.
+"""Checks whether block devices may be overwritten by a pool, and gives the reason if not.
 
-A device that is in use is never given out. One that holds anything is given out only to who names
-its serial number. The facts come from sysfs, /proc/self/mountinfo, /proc/swaps (proc(5)) and from
-the device's own ends, see `device_content`.
+A device that is in use is always refused. One with content is refused unless its serial number is
+given. The facts come from sysfs, /proc/self/mountinfo, /proc/swaps (proc(5)) and from the first and
+last bytes of the device, see `device_content`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tutti.gio_uring.drives.device_content import Force, Held, check_forced, con
 from tutti.gio_uring.drives.generic_device import block_name, is_generic
 from tutti.gio_uring.drives.mounts import read_mounts
 
-_SECTOR_NBYTES = 512  # of sysfs, whatever the device's blocks are
-# Without these the machine does not start again; the drives below them are never given out.
+_SECTOR_NBYTES = 512  # unit of sizes in sysfs, whatever the block size
+# The machine does not boot without these; drives that they are on are always refused.
 _SYSTEM_MOUNTS = ("/", "/boot", "/boot/efi", "/efi", "/usr", "/var", "/home")
 _HIDDEN_PATH = re.compile(r"nvme\d+c\d+n\d+")  # one path of a namespace with several (multipath)
 
@@ -28,9 +28,9 @@ _HIDDEN_PATH = re.compile(r"nvme\d+c\d+n\d+")  # one path of a namespace with se
 class BlockDevice:
     """A drive, namespace or partition.
 
-    in_use: why it must not be touched. holds: what would be lost. Both empty: free to use.
-    generic: its NVMe generic device, "" without one. serial: names it for `force`, "" when it has
-    none; of a loop device the path of its file.
+    in_use: reasons why it must not be touched. holds: content that would be lost. Both empty: free.
+    generic: its NVMe generic device, "" if none. serial: serial number to pass as `force`, "" if it
+    has none; of a loop device the path of its file.
     """
 
     name: str
@@ -46,12 +46,12 @@ class BlockDevice:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether it is unused and blank."""
         return not self.in_use and not self.holds
 
 
 class Devices:
-    """The block devices of a machine; `root` is where /sys, /proc and /dev lie."""
+    """The block devices of a machine; `root`: the folder of /sys, /proc and /dev."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -64,14 +64,14 @@ class Devices:
         }
 
     def names(self) -> list[str]:
-        """All of them that have a size, partitions behind their drives."""
+        """Names of all block devices that have a size; partitions follow their drives."""
         if not self._class.is_dir():
             return []
         folders = [f for f in self._class.iterdir() if not _HIDDEN_PATH.fullmatch(f.name)]
         return sorted((f.name for f in folders if int(_text(f / "size") or 0)), key=_natural)
 
     def inspect(self, name: str) -> BlockDevice:
-        """Everything about one; reads its ends. Raises PoolNotFound and MediumError."""
+        """Inspects a device; reads both of its ends. Raises PoolNotFound and MediumError."""
         folder = self._class / name
         if not folder.is_dir():
             raise PoolNotFound(
@@ -104,7 +104,7 @@ class Devices:
         except OSError as error:
             return [*found, f"unknown, it cannot be read: {error.strerror}"]
         try:
-            # What was written around the block layer is not in the page cache.
+            # The page cache may be stale: writes may have bypassed the block layer.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return [*found, *contents(lambda offset, size: os.pread(fd, size, offset), nbytes)]
         except OSError as error:
@@ -113,7 +113,7 @@ class Devices:
             os.close(fd)
 
     def _uses(self, name: str) -> list[str]:
-        """Why a device is in use: by itself, by its partitions, by the drive that it is part of."""
+        """Reasons why a device, its partitions or the drive that it is part of are in use."""
         reasons = []
         drive = self._drive(name)
         for part in (name, *self._partitions(name)):
@@ -137,7 +137,7 @@ class Devices:
         """Mount points of a device and of everything that is built on it."""
         points: list[str] = []
         left, seen = [name], set[str]()
-        while left:  # bounded: every name is looked at once
+        while left:  # bounded: every name is visited once
             current = left.pop()
             if current in seen:
                 continue
@@ -148,7 +148,7 @@ class Devices:
         return points
 
     def _read_mounts(self) -> dict[str, list[str]]:
-        """Mount points by the name of their device: by its number, or else by the source named."""
+        """Mount points by device name, found by the device's number, else by the source."""
         found: dict[str, list[str]] = {}
         for mount in read_mounts(self._root):
             entry = self._root / "sys/dev/block" / mount.number
@@ -160,7 +160,7 @@ class Devices:
         return found
 
     def _by_path(self, path: str) -> str:
-        """The kernel's name of /dev/..., whose links are followed."""
+        """The kernel's name of a path below /dev; follows links."""
         return Path(os.path.realpath(self._root / path.lstrip("/"))).name
 
     def _drive(self, name: str) -> str:
@@ -184,10 +184,10 @@ class Devices:
 def check_devices(
     paths: list[str], force: Force = False, root: Path = Path("/")
 ) -> list[BlockDevice]:
-    """Refuses devices that must not be overwritten; paths of ordinary files are left alone.
+    """Refuses devices that must not be overwritten; ignores paths of ordinary files.
 
-    force: the serial numbers of drives whose content may be lost; True does not do.
-    Raises PoolInUse for what is in use whatever `force` says, PoolExists for what holds anything,
+    force: serial numbers of drives whose content may be lost; True is not sufficient.
+    Raises PoolInUse for devices in use, whatever `force` is, PoolExists for devices with content,
     PoolNotFound for a path below /dev that does not exist.
     """
     names = {path: name for path in paths if (name := device_name(path)) is not None}
@@ -200,10 +200,10 @@ def check_devices(
 
 
 def device_name(path: str) -> str | None:
-    """The kernel's name of the block device that a path means; None for ordinary files.
+    """The kernel's name of the block device at a path; None for ordinary files.
 
-    Raises PoolNotFound for what does not exist below /dev, where a file would vanish at the next
-    start, and ConfigError for other character devices.
+    Raises PoolNotFound for a missing path below /dev, where a new file would be lost at the next
+    boot, and ConfigError for character devices other than NVMe generic ones.
     """
     try:
         mode = os.stat(path).st_mode
@@ -228,7 +228,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _text(path: Path) -> str:
-    """What a small file of the kernel says; "" when it is not there."""
+    """Content of a small file in /proc or /sys; "" if it does not exist."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

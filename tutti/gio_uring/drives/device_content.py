@@ -1,7 +1,7 @@
 """Detects data on a block device by its first and last bytes, to warn before overwriting it.
 
-A table of well-known magic numbers, each with its source. What is in none of them but is not zeros
-either is reported too: data of an unknown kind is still data.
+Has a table of well-known magic numbers, with their sources. Bytes that match none of them but are
+not zeros are reported too: data of an unknown kind is still data.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, PoolExists
 
-#: How much is looked at, at either end.
+#: Bytes that are read at each end.
 HEAD_NBYTES = MiB
 TAIL_NBYTES = MiB
 
 #: Reads (offset, nbytes) of the device.
 Read = Callable[[int, int], bytes]
 
-#: Whose content may be lost: True is for files, a drive goes by its serial number.
+#: Permission to overwrite: True for files, serial numbers for drives.
 Force = bool | str | Collection[str]
 
 
-#: The first block of a device that `tutti format --for-server` gave to the pools of a server. With
-#: zeros behind it the device counts as blank.
+#: First block of a device that `tutti format --for-server` reserved for a server's pools. If only
+#: zeros follow, the device counts as blank.
 LABEL = b"TUTTIDEV 1\nThis device is for the pools of Tutti.\n".ljust(4096, b"\0")
 
 
@@ -72,7 +72,7 @@ _HEAD = (
 
 
 class Held(NamedTuple):
-    """What a place holds; `serial` is its drive's serial number, "" when it has none."""
+    """Content of a path; `serial` is the serial number of its drive, "" if it has none."""
 
     path: str
     holds: Sequence[str]
@@ -80,7 +80,7 @@ class Held(NamedTuple):
 
 
 def check_force(name: str, force: Any) -> None:
-    """Raises ConfigError for what is neither a bool nor serial numbers."""
+    """Raises ConfigError for a `force` that is neither a bool nor serial numbers."""
     several = [force] if isinstance(force, bool | str) else force
     if not isinstance(several, Sequence | Set) or isinstance(several, bytes):
         raise ConfigError(f"{name} is {force!r}; give True, or serial numbers of drives")
@@ -89,7 +89,7 @@ def check_force(name: str, force: Any) -> None:
 
 
 def check_forced(places: Iterable[Held], force: Force) -> None:
-    """Raises PoolExists with all places that hold anything and whose drive is not in `force`."""
+    """Raises PoolExists that lists all places with content whose drive is not in `force`."""
     named = {force} if isinstance(force, str) else set() if isinstance(force, bool) else set(force)
     lost = [p for p in places if p.holds and (not p.serial or p.serial not in named)]
     if not lost:
@@ -108,9 +108,9 @@ def check_forced(places: Iterable[Held], force: Force) -> None:
 
 
 def contents(read: Read, nbytes: int) -> list[str]:
-    """What a device of `nbytes` holds, in words; empty when both of its ends are zeros.
+    """Descriptions of a device's content; empty when both of its ends are zeros.
 
-    LABEL at its start counts as zeros, and bytes that are not read as content.
+    LABEL at the start counts as zeros; bytes that cannot be read count as content.
     """
     head_nbytes = min(HEAD_NBYTES, nbytes)
     head = read(0, head_nbytes)
@@ -130,7 +130,7 @@ def contents(read: Read, nbytes: int) -> list[str]:
 
 
 def _tail(nbytes: int) -> list[Magic]:
-    """Magic numbers whose place follows from the size (md_p.h; UEFI 5.3.2; SNIA DDF 4.2)."""
+    """Magic numbers at offsets that depend on the size (md_p.h; UEFI 5.3.2; SNIA DDF 4.2)."""
     sectors = nbytes // 512
     md = b"\xfc\x4e\x2b\xa9"
     return [

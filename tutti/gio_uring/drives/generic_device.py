@@ -1,6 +1,6 @@
-"""NVMe generic character devices, /dev/ngXnY: namespaces that take NVMe commands from programs.
+"""NVMe generic character devices, /dev/ngXnY: namespaces that accept NVMe commands from programs.
 
-What they are is asked by ioctl (linux/nvme_ioctl.h). Their block device, /dev/nvmeXnY, is opened
+They are identified by ioctl (linux/nvme_ioctl.h). Their block device, /dev/nvmeXnY, is opened
 exclusively as well, so that it cannot be mounted meanwhile.
 """
 
@@ -26,8 +26,8 @@ _IOCTL_ID = ord("N") << 8 | 0x40
 _IOCTL_ADMIN = 3 << 30 | _COMMAND_NBYTES << 16 | ord("N") << 8 | 0x41
 _IDENTIFY, _CNS_NAMESPACE = 0x06, 0x00
 _TIMEOUT_MS = 10_000
-#: A command on ordinary pages has as many segments as pages, and the kernel's driver takes 128 of
-#: them at most (NVME_MAX_SEGS in its pci.c). It does not cut such commands.
+#: A command from 4 KiB pages has one segment per page, and the kernel's driver accepts at most 128
+#: (NVME_MAX_SEGS in its pci.c). It does not split passthrough commands.
 REQUEST_NBYTES_MAX = 512 * KiB
 
 
@@ -48,7 +48,7 @@ class _Command(ctypes.LittleEndianStructure):
 
 @dataclass(frozen=True)
 class GenericNamespace:
-    """nlb blocks of lba_nbytes; a command through the kernel moves at most request_nbytes_max."""
+    """Size nlb in blocks of lba_nbytes; a command moves at most request_nbytes_max bytes."""
 
     nsid: int
     nlb: int
@@ -57,7 +57,7 @@ class GenericNamespace:
 
 
 def is_generic(path: str | os.PathLike[str]) -> bool:
-    """Whether the path is a character device with the name of a generic one."""
+    """Whether the path is a character device with the name of an NVMe generic device."""
     try:
         is_character = stat.S_ISCHR(os.stat(path).st_mode)
     except OSError:
@@ -66,12 +66,12 @@ def is_generic(path: str | os.PathLike[str]) -> bool:
 
 
 def block_name(path: str | os.PathLike[str]) -> str:
-    """The kernel's name of its block device: nvme0n1 of /dev/ng0n1."""
+    """The kernel's name of a generic device's block device: nvme0n1 of /dev/ng0n1."""
     return _kernel_name(path).replace("ng", "nvme", 1)
 
 
 def readable_path(path: str) -> str:
-    """What to read a path's bytes from: the block device of a generic one, else the path."""
+    """The path to read bytes from: the block device of a generic device, else the path itself."""
     return str(_block_path(path)) if is_generic(path) else path
 
 
@@ -84,9 +84,10 @@ def _kernel_name(path: str | os.PathLike[str]) -> str:
 
 
 def identify(fd: int, path: str, root: Path = Path("/")) -> GenericNamespace:
-    """Asks the open device.
+    """Identifies an open generic device.
 
-    Raises Unsupported for a format with metadata and the like, DeviceGone and MediumError.
+    Raises Unsupported for a namespace that cannot be used, such as one with metadata; DeviceGone
+    and MediumError.
     """
     raw = ctypes.create_string_buffer(IDENTIFY_NBYTES)
     try:
@@ -118,7 +119,7 @@ def identify(fd: int, path: str, root: Path = Path("/")) -> GenericNamespace:
 
 
 def _kernel_limit(name: str, root: Path) -> int:
-    """What one command of the block device may move, in bytes; 0 where the kernel does not tell."""
+    """Most bytes of one command to the block device; 0 if the kernel does not report it."""
     try:
         text = (root / "sys/class/block" / name / "queue/max_hw_sectors_kb").read_text()
     except OSError:
@@ -127,9 +128,9 @@ def _kernel_limit(name: str, root: Path) -> int:
 
 
 def claim(path: str) -> int | None:
-    """Opens the block device of a generic one exclusively, for reading; it cannot be mounted then.
+    """Opens the block device of a generic device exclusively, so that it cannot be mounted.
 
-    None where it has none that can be opened. Raises PoolInUse when another process has it.
+    None if there is none that can be opened. Raises PoolInUse if another process has it.
     """
     try:
         return os.open(_block_path(path), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC)

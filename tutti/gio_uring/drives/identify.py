@@ -2,8 +2,7 @@
 
 Field offsets: NVM Express Base Specification 2.0, sections 3.1.3.1 (CAP), 3.1.3.21 (CRTO) and
 5.17.2.1 (Identify Controller); NVM Command Set Specification 1.0, section 4.1.5.1 (Identify
-Namespace). A drive's word is never trusted: values that the specification reserves or that make no
-sense are refused.
+Namespace). The drive's data is not trusted: reserved and inconsistent values are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAMESPACES_MAX = 64
 
 _SQES_64, _CQES_16 = 6, 4  # log2 of the entries' sizes
 _MDTS_MAX = 20  # 4 GiB of the smallest pages; a larger power overflows 32 bits of bytes
-_TRANSFER_NBYTES_MAX = 2 * MiB  # what one page of PRP entries describes
+_TRANSFER_NBYTES_MAX = 2 * MiB  # of one page of PRP entries: 512 pages of 4 KiB
 _CSS_NVM = 1 << 0
 _CSS_NONE = 1 << 7
 _READY_WITH_MEDIA = 1 << 59  # CAP.CRMS.CRWMS: CRTO says how long that takes
@@ -29,10 +28,10 @@ _SHUTDOWN_MAX_S = 60.0
 
 @dataclass(frozen=True)
 class Capabilities:
-    """CAP and CRTO. timeout_s: longest time to become ready or disabled. depth_max: entries of a
-    queue.
+    """CAP and CRTO. timeout_s: longest time to become ready or disabled. depth_max: most entries of
+    a queue.
 
-    doorbell_nbytes: from one doorbell to the next.
+    doorbell_nbytes: distance of doorbells.
     """
 
     depth_max: int
@@ -42,9 +41,9 @@ class Capabilities:
 
     @classmethod
     def parse(cls, cap: int, read_crto: Callable[[], int]) -> Capabilities:
-        """read_crto: for a drive that has that register.
+        """read_crto: reads CRTO; called only if the drive has this register.
 
-        Raises Unsupported for a controller that this driver cannot drive.
+        Raises Unsupported for a controller that this driver does not support.
         """
         entries = (cap & 0xFFFF) + 1
         if entries < 2:
@@ -68,9 +67,9 @@ class Capabilities:
 class IdentifyController:
     """Identify Controller.
 
-    mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs, sgl_advised:
-    most descriptors that it recommends in one, 0 = not reported. namespaces: highest nsid.
-    shutdown_s: what it may need to shut down (RTD3E), 0 = not reported, and a minute at most.
+    mdts_nbytes: largest transfer of one command. sgl: whether commands may use SGLs. sgl_advised:
+    recommended limit of descriptors in one command, 0 = not reported. namespaces: highest nsid.
+    shutdown_s: longest time of a shutdown (RTD3E), 0 = not reported, capped at a minute.
     """
 
     serial: str
@@ -120,8 +119,8 @@ class IdentifyController:
 class NamespaceIdentity:
     """Identify Namespace: its size in blocks and its format in use.
 
-    deallocated_reads: what a deallocated block reads as (DLFEAT): "zeros", "ones" or "anything".
-    refusal: why it cannot be used; None when it can.
+    deallocated_reads: content of deallocated blocks (DLFEAT): "zeros", "ones" or "anything".
+    refusal: why it cannot be used; None if it can.
     """
 
     nlb: int
@@ -158,7 +157,7 @@ class NamespaceIdentity:
 
 
 def parse_namespace_list(raw: bytes, highest: int) -> list[int]:
-    """The active nsids: rising, not above `highest`, ended by a zero. Raises MediumError."""
+    """The active nsids: ascending, up to `highest`, terminated by a zero. Raises MediumError."""
     found: list[int] = []
     for (nsid,) in struct.iter_unpack("<I", raw):
         if nsid == 0:
@@ -177,5 +176,5 @@ def _refuse_if(is_wrong: object, what: str) -> None:
 
 
 def _text(raw: bytes) -> str:
-    """An ASCII field, padded with spaces; anything that could upset a terminal is replaced."""
+    """An ASCII field, padded with spaces; control characters are replaced."""
     return "".join(chr(c) if 32 <= c < 127 else "?" for c in raw.rstrip(b" \0"))

@@ -1,4 +1,4 @@
-"""Reads what is mounted where, /proc/self/mountinfo (proc(5)); `block_device.py` refuses it."""
+"""Reads the mounts from /proc/self/mountinfo (proc(5)), for `block_device.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Mount(NamedTuple):
-    """One line. number: major:minor of the device. source: what was named to mount(8)."""
+    """One mount. number: major:minor of the device. source: the argument of mount(8)."""
 
     number: str
     point: str
@@ -18,14 +18,14 @@ class Mount(NamedTuple):
 
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
-    """All mounts, later ones behind those that they cover; none where the kernel does not say."""
+    """All mounts; one that covers another comes after it. Empty if the file cannot be read."""
     try:
         text = os.fsdecode((root / "proc/self/mountinfo").read_bytes())
     except OSError:
         return []
     mounts = []
     for line in text.split("\n"):
-        left, _, right = line.partition(" - ")  # behind it: type, source, options
+        left, _, right = line.partition(" - ")  # right: type, source, options
         fields, facts = left.split(" "), right.split(" ")
         if len(fields) >= 5 and len(facts) >= 2:
             mounts.append(Mount(fields[2], _unescaped(fields[4]), facts[0], _unescaped(facts[1])))
@@ -33,7 +33,7 @@ def read_mounts(root: Path = Path("/")) -> list[Mount]:
 
 
 def filesystem_of(path: str | os.PathLike[str], root: Path = Path("/")) -> str:
-    """The type of the file system in which a path lies: of the longest mount point above."""
+    """The type of the file system that a path is on: that of the longest mount point above it."""
     place = Path(os.path.realpath(path))
     longest, kind = 0, "unknown"
     for mount in read_mounts(root):
@@ -44,5 +44,5 @@ def filesystem_of(path: str | os.PathLike[str], root: Path = Path("/")) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """Spaces and the like are octal, as backslash 040."""
+    """Decodes octal escapes: mountinfo writes a space as backslash 040."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

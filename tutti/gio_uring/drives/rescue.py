@@ -1,8 +1,8 @@
-"""Ends commands that a drive does not answer: abort, then reset, then stop using the drive.
+"""Ends commands that a drive does not complete: abort, then reset, then stop using the drive.
 
-A job whose command is late has failed already; this releases its memory. The thread that serves
-the queues is not held up: a thread of its own waits for the drive and asks the other one only for
-what touches the rings.
+The job of a late command has failed already; this releases its memory. A thread of its own waits
+for the drive, so that the service thread is not blocked; it asks the service thread only for work
+on the rings.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tutti.errors import DeviceTimeout, TuttiError
 from tutti.gio_uring import _native
 from tutti.gio_uring.drives.admin import NvmeAdmin
 
-LATE_MAX = 64  # looked at in one round
+LATE_MAX = 64  # commands considered in one round
 ABORTS_MAX = 4  # NVM Express Base Specification 2.0, ACL: drives take at least one, often four
 ABORT_TIMEOUT_S = 1.0
 GRACE_S = 2.0  # for commands to end after their abort
 RESET_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 5.0
-RESETS_MAX = 5  # within RESETS_WINDOW_S; a drive that needs more is given up
+RESETS_MAX = 5  # within RESETS_WINDOW_S; a drive that needs more is not used any more
 RESETS_WINDOW_S = 600.0
 _LOOK_S = 0.1
 _NAP_S = 0.001
@@ -47,7 +47,7 @@ _lib = _native.part(
 
 
 class Ask(Enum):
-    """`gio::Ask`: what the thread that serves the queues is asked for."""
+    """`gio::Ask`: a request to the service thread."""
 
     END_ALL = 1
     GO_ON = 2
@@ -55,7 +55,7 @@ class Ask(Enum):
 
 
 class RescueResult(Enum):
-    """What one look at a drive led to."""
+    """Result of one round."""
 
     NOTHING_LATE = 0
     ABORTED = 1
@@ -84,32 +84,32 @@ class RescuedDrive(Protocol):
         """Commands beyond their deadline, at most LATE_MAX."""
 
     def park(self) -> None:
-        """No doorbell reaches the drive any more, until GO_ON. Raises NativeError."""
+        """Redirects doorbells away from the drive, until GO_ON. Raises NativeError."""
 
     def ask(self, what: Ask) -> None:
-        """Returns when it is done. Raises DeviceTimeout when no thread serves the queues."""
+        """Waits until the service thread did it. Raises DeviceTimeout if no thread serves."""
 
 
 class NativeDrive:
-    """A native vfio controller, which outlives this."""
+    """A RescuedDrive: a native vfio controller, which must outlive this object."""
 
     def __init__(self, handle: int, name: str) -> None:
         self._handle = handle
         self._name = name
 
     def late(self) -> list[Late]:
-        """See Drive."""
+        """See RescuedDrive."""
         found = (LateCommandStruct * LATE_MAX)()
         count = int(_lib().gio_vfio_controller_late(self._handle, found, LATE_MAX))
         return [(c.qid, c.cid, c.deadline_ns) for c in found[: min(count, LATE_MAX)]]
 
     def park(self) -> None:
-        """See Drive."""
+        """See RescuedDrive."""
         result = _lib().gio_vfio_controller_park(self._handle)
         _native.check(result, f"cannot stop the doorbells of {self._name}", "close the controller")
 
     def ask(self, what: Ask) -> None:
-        """See Drive."""
+        """See RescuedDrive."""
         _lib().gio_vfio_controller_ask(self._handle, what.value)
         deadline_s = time.monotonic() + ASK_TIMEOUT_S
         while _lib().gio_vfio_controller_asked(self._handle):
@@ -122,13 +122,13 @@ class NativeDrive:
 
 
 class DriveRescue(Owned):
-    """Looks for late commands of one drive and gets them ended.
+    """Polls one drive for late commands and ends them.
 
-    Each command that is late leads to one abort at most, and what does not end within GRACE_S to
-    one reset. A reset that fails, or the one after RESETS_MAX in RESETS_WINDOW_S, gives the drive
-    up: the IOMMU keeps it away from all memory, and its commands end with STATUS_DEVICE_GONE.
+    A late command is aborted once. Commands that do not end within GRACE_S lead to a reset. If a
+    reset fails, or RESETS_MAX resets were not enough within RESETS_WINDOW_S, the drive is lost:
+    the IOMMU blocks its access to memory, and its commands end with STATUS_DEVICE_GONE.
 
-    outcomes: how often each was the end of a round.
+    outcomes: number of rounds by their result.
     """
 
     def __init__(self, admin: NvmeAdmin, drive: RescuedDrive, *, grace_s: float = GRACE_S) -> None:
@@ -142,11 +142,11 @@ class DriveRescue(Owned):
         self.outcomes: collections.Counter[RescueResult] = collections.Counter()
 
     def start(self) -> None:
-        """Looks every 100 ms from now on, on a thread of its own."""
+        """Starts a thread that calls `look` every 100 ms."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after what it is about; False when that takes longer."""
+        """Ends the thread after its current round; False if that takes longer than the timeout."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -163,8 +163,8 @@ class DriveRescue(Owned):
     def look(self) -> RescueResult:
         """One round: at most ABORTS_MAX aborts, and one reset.
 
-        Raises DeviceTimeout or NativeError when the drive cannot be given up either; then all its
-        memory stays owned.
+        Raises DeviceTimeout or NativeError if a lost drive cannot be isolated either; its memory
+        stays owned then.
         """
         late = self._drive.late()
         if not late:
@@ -179,10 +179,10 @@ class DriveRescue(Owned):
         for command in late:
             qid, cid, _ = command
             try:
-                with self._admin.lock:  # or it ends meanwhile, and another one has its CID
+                with self._admin.lock:  # so that its CID cannot be reused meanwhile
                     if command in self._drive.late():
                         self._admin.abort(qid, cid, ABORT_TIMEOUT_S)
-            except TuttiError:  # no answer, or a refusal: the reset comes next
+            except TuttiError:  # no answer or a refusal: a reset follows
                 return
 
     def _all_end(self, late: list[Late]) -> bool:

@@ -1,8 +1,8 @@
-"""A PCI device in this process's hands: vfio's container, group and device (linux/vfio.h).
+"""A PCI device driven by this process: vfio's container, group and device (linux/vfio.h).
 
-The IOMMU lets the device reach what `map` named and nothing else. When the last descriptor is
-closed, also because the process was killed, the kernel takes the mappings away and resets the
-device. A forked child therefore closes its copies at once.
+The IOMMU lets the device access only memory passed to `map`. When the last descriptor is closed,
+also when the process is killed, the kernel removes the mappings and resets the device. A forked
+child therefore closes its copies at once.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _CONFIG_COMMAND = 4  # offset in PCI configuration space
 _COMMAND_MEMORY, _COMMAND_MASTER = 2, 4
 _INFO_NBYTES = 4096
 
-#: (address, nbytes): the device addresses the same bytes by the same numbers as this process.
+#: (address, nbytes): the device uses the same addresses as this process.
 Range = tuple[int, int]
 
 
 class VfioDevice(Owned):
-    """One PCI function bound to vfio-pci; closed by `close`, or when it is collected.
+    """One PCI function bound to vfio-pci; closed by `close`, or when it is garbage-collected.
 
-    bdf: "0000:03:00.0". registers: offset of BAR0 in `fd`, for pread and pwrite. irq_fd: counts
-    MSI-X vector 0, -1 where there is none. wake_fd: an eventfd for waiters. request_fd:
-    readable when the kernel wants the device back. iova_ranges: [first, last] device addresses
-    that the IOMMU translates.
+    bdf: "0000:03:00.0". registers: offset of BAR0 in `fd`, for pread and pwrite. irq_fd: eventfd of
+    MSI-X vector 0, -1 if there is none. wake_fd: an eventfd for waiters. request_fd: readable when
+    the kernel asks for the device back. iova_ranges: [first, last] device addresses that the IOMMU
+    translates.
 
-    Raises ConfigError for a device that is not there or not bound to vfio-pci, Unsupported without
-    an IOMMU, PoolInUse when another process has it, NativeError when the kernel refuses.
+    Raises ConfigError for a device that does not exist or is not bound to vfio-pci, Unsupported
+    without an IOMMU, PoolInUse if another process has it, NativeError if the kernel refuses.
     """
 
     def __init__(self, bdf: str) -> None:
@@ -83,7 +83,7 @@ class VfioDevice(Owned):
         with _explained(f"cannot use IOMMU group {group}"):
             fcntl.ioctl(group_fd, _GROUP_SET_CONTAINER, struct.pack("<i", self.container_fd))
             fcntl.ioctl(self.container_fd, _SET_IOMMU, _TYPE1V2_IOMMU)
-            # A bytearray, because ioctl returns the number of the descriptor for those alone.
+            # A bytearray: with bytes, fcntl.ioctl would not return the descriptor's number.
             name = bytearray(self.bdf.encode() + b"\0")
             self.fd = self._own(fcntl.ioctl(group_fd, _GROUP_GET_DEVICE_FD, name))
         self.iova_ranges = self._iova_ranges()
@@ -94,7 +94,7 @@ class VfioDevice(Owned):
         self.request_fd = self._event(_IRQ_REQUEST)
 
     def _own(self, fd: int) -> int:
-        """A descriptor that `close` closes, and a forked child."""
+        """Registers a descriptor to be closed by `close` and in forked children."""
         self._files.append(own_file(FileIO(fd, "r+")))
         return fd
 
@@ -106,7 +106,7 @@ class VfioDevice(Owned):
         return flags, nbytes, offset
 
     def _event(self, index: int) -> int:
-        """An eventfd that the first interrupt of an index counts up; -1 where it has none."""
+        """An eventfd for the first interrupt of an index; -1 if it has none."""
         info = bytearray(struct.pack("<IIII", 16, 0, index, 0))
         try:
             fcntl.ioctl(self.fd, _DEVICE_GET_IRQ_INFO, info)
@@ -120,7 +120,7 @@ class VfioDevice(Owned):
         return fd
 
     def _iova_ranges(self) -> list[tuple[int, int]]:
-        """What VFIO_IOMMU_GET_INFO says; the kernel's list is checked before it is believed."""
+        """The ranges of VFIO_IOMMU_GET_INFO; the kernel's list is validated."""
         info = bytearray(_INFO_NBYTES)
         struct.pack_into("<I", info, 0, _INFO_NBYTES)
         fcntl.ioctl(self.container_fd, _IOMMU_GET_INFO, info)
@@ -138,13 +138,13 @@ class VfioDevice(Owned):
         return []
 
     def enable_dma(self) -> None:
-        """Let the device answer and read and write memory (memory space and bus master)."""
+        """Enables memory space and bus mastering of the device."""
         command = struct.unpack("<H", os.pread(self.fd, 2, self._config + _CONFIG_COMMAND))[0]
         wanted = struct.pack("<H", command | _COMMAND_MEMORY | _COMMAND_MASTER)
         os.pwrite(self.fd, wanted, self._config + _CONFIG_COMMAND)
 
     def read_register(self, offset: int, nbytes: int) -> int:
-        """A register of BAR0. Raises DeviceGone where all of its bits are ones, or it fails."""
+        """Reads a register of BAR0. Raises DeviceGone if that fails, or all bits are ones."""
         try:
             raw = os.pread(self.fd, nbytes, self.registers + offset)
         except OSError:
@@ -154,14 +154,14 @@ class VfioDevice(Owned):
         return int.from_bytes(raw, "little")
 
     def write_register(self, offset: int, nbytes: int, content: int) -> None:
-        """Raises DeviceGone when the device cannot be written."""
+        """Writes a register of BAR0. Raises DeviceGone if that fails."""
         try:
             os.pwrite(self.fd, content.to_bytes(nbytes, "little"), self.registers + offset)
         except OSError as error:
             raise DeviceGone(f"{self.bdf} does not answer ({error.strerror}); check it") from error
 
     def check_mappable(self, offset: int, nbytes: int) -> None:
-        """Raises Unsupported where these bytes of BAR0 do not exist or may not be mapped."""
+        """Raises Unsupported if these bytes of BAR0 do not exist or cannot be mapped."""
         if offset + nbytes > self._bar_nbytes or not self._bar_flags & _REGION_MMAP:
             raise Unsupported(
                 f"the registers of {self.bdf} cannot be mapped: BAR0 has {self._bar_nbytes} bytes,"
@@ -169,7 +169,7 @@ class VfioDevice(Owned):
             )
 
     def check_iova(self, where: Range) -> None:
-        """Raises Unsupported where the IOMMU cannot translate these addresses."""
+        """Raises Unsupported if the IOMMU cannot translate these addresses."""
         address, nbytes = where
         ranges = self.iova_ranges
         if ranges and not any(a <= address and address + nbytes - 1 <= b for a, b in ranges):
@@ -180,10 +180,10 @@ class VfioDevice(Owned):
             )
 
     def map(self, where: Range) -> None:
-        """Let the device read and write whole pages, under this process's own addresses.
+        """Maps whole pages for the device, at this process's addresses.
 
-        They stay resident until they are unmapped. Raises Unsupported for addresses that the IOMMU
-        has not, ConfigError when the kernel refuses.
+        They are pinned until they are unmapped. Raises Unsupported for addresses that the IOMMU
+        cannot translate, ConfigError if the kernel refuses.
         """
         self.check_iova(where)
         address, nbytes = where
@@ -198,14 +198,14 @@ class VfioDevice(Owned):
             ) from error
 
     def unmap(self, where: Range) -> None:
-        """Take pages away again, exactly as they were mapped; nothing when they are not mapped."""
+        """Unmaps pages, exactly as they were mapped; does nothing if they are not mapped."""
         address, nbytes = where
         argument = bytearray(struct.pack("<IIQQ", 24, 0, address, nbytes))
-        with contextlib.suppress(OSError):  # a device that is gone lost all mappings
+        with contextlib.suppress(OSError):  # the mappings of a device that is gone are gone, too
             fcntl.ioctl(self.container_fd, _IOMMU_UNMAP_DMA, argument)
 
     def reset(self) -> bool:
-        """A reset of the function by the kernel; False where it has none or it failed."""
+        """Resets the PCI function through the kernel; False if that is not supported or failed."""
         try:
             fcntl.ioctl(self.fd, _DEVICE_RESET)
         except OSError:
@@ -218,18 +218,18 @@ class VfioDevice(Owned):
 
 
 class PageMap(Owned):
-    """Maps regions of any alignment for a device: every page once, in as few pieces as possible.
+    """Maps regions of any alignment for a device: every page once, in as few mappings as possible.
 
-    A region's whole pages are one mapping. A page that it shares with a neighbour is a mapping of
-    its own, kept as long as one of both needs it; the device can reach all of such a page.
+    A region's whole pages are one mapping. A page that it shares with a neighbour is a separate
+    mapping, kept while either needs it; the device can access all of such a page.
     """
 
     def __init__(self, device: VfioDevice) -> None:
         self._device = device
-        self._shared: dict[int, int] = {}  # users, by address of a page
+        self._shared: dict[int, int] = {}  # number of users by page address
 
     def map(self, address: int, nbytes: int) -> None:
-        """Raises what `VfioDevice.map` raises; then nothing of the region is mapped."""
+        """Maps a region. Raises what `VfioDevice.map` raises; nothing of it is mapped then."""
         done: list[Range] = []
         try:
             for piece, is_shared in _pieces(address, nbytes):
@@ -243,7 +243,7 @@ class PageMap(Owned):
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """A region as it was mapped."""
+        """Unmaps a region, exactly as it was mapped."""
         self._unmap(list(_pieces(address, nbytes)))
 
     def _unmap(self, pieces: list[tuple[Range, bool]]) -> None:
@@ -262,7 +262,7 @@ def _pieces(address: int, nbytes: int) -> Iterator[tuple[Range, bool]]:
     first, last = address // page * page, -(-(address + nbytes) // page) * page
     head = first + page if address != first else first
     tail = last - page if address + nbytes != last else last
-    if head > tail:  # inside of one page
+    if head > tail:  # within one page
         yield (first, page), True
         return
     if head != first:
@@ -276,7 +276,7 @@ def _pieces(address: int, nbytes: int) -> Iterator[tuple[Range, bool]]:
 def iommu_group(bdf: str) -> str:
     """The IOMMU group of a device that is bound to vfio-pci.
 
-    Raises ConfigError or Unsupported with what to do.
+    Raises ConfigError or Unsupported with the remedy.
     """
     device = PCI_DEVICES / bdf
     if not device.exists():
