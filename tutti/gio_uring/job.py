@@ -137,7 +137,7 @@ class Job:
             self._engine.guard.call("a completion callback", callback, self)
 
     def release(self) -> Callable[[Job], None] | None:
-        """Marks the job as released, drops its arrays, and returns the callbacks."""
+        """Marks the job as released, drops its arrays, and returns its callback."""
         with self._lock:
             self._released = True
             self._keep = ()

@@ -69,8 +69,8 @@ class TransferMemoryFacts:
 
 @dataclass(frozen=True)
 class DirectFacts:
-    """Direct I/O at a path. Alignments in bytes; 0 if the kernel does not report them (before 6.1, or
-    a file system without STATX_DIOALIGN).
+    """Direct I/O at a path. Alignments are in bytes, 0 if the kernel does not report them (before
+    6.1, or a file system without STATX_DIOALIGN).
     """
 
     path: str

@@ -25,7 +25,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def lock_place(pid: int) -> int:
-    """The byte that represents a process; others find the process by its lock."""
+    """An offset for a process's lock: encodes the pid, so that others can name the owner."""
     return _FIRST + (pid << _PID_SHIFT) + secrets.randbits(_PID_SHIFT)
 
 
@@ -62,7 +62,7 @@ def user_of(fd: int) -> int | None:
 
 
 def check_files(fds: Sequence[int]) -> None:
-    """Raises ConfigError for files that are neither regular nor devices that can be locked."""
+    """Raises ConfigError if the files do not support such locks."""
     for fd in fds:
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, _FIRST, 1))

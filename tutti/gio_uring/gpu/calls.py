@@ -1,9 +1,9 @@
-"""Calls of CUDA's driver that put work on a stream, or ask how far it is.
+"""Calls of CUDA's driver that enqueue work on a stream, or query its progress.
 
-A thread releases the GIL during a call of the driver, and gets it back only when another thread
-releases it: up to 5 ms later if that one computes in Python, as SGLang's scheduler does while it
-has nothing to do.  A put of four pages makes some 200 such calls.  So they are rows of a table
-here, and native code makes all of them in one call: `kernels/native/cuda_calls.h`.
+A thread releases the GIL during a driver call, and waits for it afterwards: up to 5 ms if another
+thread computes in Python, as SGLang's idle scheduler does.  A put of four pages needs about 200
+such calls.  So they are collected in a table, and native code makes all of them in one call, see
+`kernels/native/cuda_calls.h`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tutti.base.process import Owned
 from tutti.errors import Unsupported
 from tutti.native import address, declare, lib, members
 
-#: Of a kernel: values and their ctypes.
+#: Arguments of a kernel: values and their ctypes.
 Arguments = Sequence[tuple[int, Any]]
 
 #: In the order of `enum TuttiCudaKind`.
@@ -34,10 +34,10 @@ _OF_CONTEXTS = (
     *("cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent"),
     "cuThreadExchangeStreamCaptureMode",
 )
-#: Copies of one call: a driver 580 crashed and hung with 51,828 (vllm-project/vllm#49276).
+#: Most copies of one call: a driver 580 crashed and hung with 51,828 (vllm-project/vllm#49276).
 BATCH_MAX = 4096
 _BATCH = "cuMemcpyBatchAsync"
-#: `cuMemcpyBatchAsync` has the form that is used here since CUDA 13.0.
+#: `cuMemcpyBatchAsync` has the signature that is used here since CUDA 13.0.
 _BATCH_VERSION = 13000
 _SOURCE_IN_STREAM_ORDER, _PREFER_OVERLAP = 1, 1
 _NOT_READY = 600
@@ -69,18 +69,18 @@ class CudaFunctions(ctypes.Structure):
 
 
 class _Pending(threading.local):
-    """The calls of a thread that wait for the end of its block, and what their arguments lie in."""
+    """Calls that a thread collected in `together`, and the memory of their arguments."""
 
     rows: list[tuple[int, int, int, tuple[int, ...]]] | None = None
     kept: list[object]
 
 
 class CudaCalls(Owned):
-    """The calls, in the context of a device.
+    """Makes the calls in the context of a device.
 
-    find: the address of a function of the driver, of its form in a version of CUDA; 0 for none.
+    find: returns the address of a driver function for a CUDA version; 0 if there is none.
     version: the driver's.  check: raises CudaError for a call's name and result.
-    Raises Unsupported where a function is missing.
+    Raises Unsupported if a function is missing.
     """
 
     context: int
@@ -127,7 +127,7 @@ class CudaCalls(Owned):
     def _add(
         self, name: str, stream: int, *operands: int, count: int = 0, keep: object = None
     ) -> None:
-        """keep: what the operands point to."""
+        """keep: the object that the operands point to."""
         row = (KINDS.index(name), count, stream, (*operands, 0, 0, 0, 0)[:4])
         rows = self._pending.rows
         if rows is None:
@@ -143,7 +143,7 @@ class CudaCalls(Owned):
             self._check(failed, code)
 
     def _ask(self, rows: list[tuple[int, int, int, tuple[int, ...]]]) -> tuple[int, int]:
-        """(result, calls that succeeded)."""
+        """Makes the calls; returns (result, number of calls that succeeded)."""
         table, made = np.array(rows, _CALL), ctypes.c_uint64()
         code = self._native.tutti_cuda_calls(
             ctypes.byref(self._functions),
@@ -153,7 +153,7 @@ class CudaCalls(Owned):
         return int(code), made.value
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """See `Driver`, as for the others."""
+        """See `Driver`; so for the methods below."""
         self._add("cuStreamWaitValue32", stream, address, value)
 
     def write_value(self, stream: int, address: int, value: int) -> None:

@@ -38,7 +38,7 @@ _STATE_NBYTES = ctypes.sizeof(RunStateStruct)
 
 
 class TableImage:
-    """The bytes of one job's tables, part after part, before anybody knows where they will lie."""
+    """The bytes of one job's tables, part after part, before their address is known."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -65,7 +65,7 @@ class TableImage:
 def paged_iocb(
     memory: PagedMemory, pages: int, opcode: int, slice_nlb: int, shift: int
 ) -> IocbStruct:
-    """An IOCB of pages without runs; the caller fills in the addresses of `pages` and `bases`."""
+    """An IOCB of pages without runs; the caller sets the addresses of `pages` and `bases`."""
     io = IocbStruct()
     io.n_pages = pages
     io.n_layers, io.n_segments = memory.bases.shape
@@ -77,7 +77,7 @@ def paged_iocb(
 
 @dataclass(frozen=True)
 class Staged:
-    """Where slices are staged: bases uint64 (layers,) as the device addresses them."""
+    """Location of staged slices.  bases: uint64 (layers,), device addresses."""
 
     bases: U64
     stride_nbytes: int
@@ -85,7 +85,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Commands:
-    """What the device submits: an IOCB whose arrays are offsets yet, and the shares of its runs."""
+    """What the device submits: an IOCB whose arrays are still offsets, and shares of its runs."""
 
     iocb: IocbStruct
     runs: npt.NDArray[np.void]
@@ -98,9 +98,9 @@ class Commands:
 class BatchRequest:
     """What one job moves.
 
-    memory, pages: in GPU memory.  staged: None when commands name the pages.  commands: None when
-    the device only moves.  digests: uint64 (pages, layers) or None.  flags: the device address of
-    `LayerWord[layers]`, or 0.
+    memory, pages: in GPU memory.  staged: None if commands name the pages themselves.
+    commands: None if the device submits none.  digests: uint64 (pages, layers) or None.
+    flags: the device address of `LayerWord[layers]`, or 0.
     """
 
     memory: PagedMemory
@@ -116,9 +116,9 @@ class BatchRequest:
 
 
 class DeviceBatch:
-    """One job's tables on the device, which `owner` keeps.
+    """One job's tables on the device, leased by `owner`.
 
-    own_words: kernels publish layers to `words`, next to the tables in pinned memory.
+    own_words: kernels publish layers to `words`, which follow the tables in pinned memory.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DeviceBatch:
         words_offset = image.add(np.zeros(words_nbytes, np.uint8))
         self.tables: Tables = tables.lease(image.nbytes, _TABLE_TIMEOUT_S, owner)
         base = self.tables.device.address
-        if own_words:  # in pinned memory: the host looks at them
+        if own_words:  # in pinned memory, where the host polls them
             self.words = LayerWords(self.tables.host.address + words_offset, layers)
             self.device_words = self.words.address + self.tables.to_device
             self.batch.flags = self.device_words + self.words.ready_offset(0)
@@ -190,7 +190,7 @@ class DeviceBatch:
         )
 
     def write(self) -> None:
-        """Writes the tables where `copy_up` finds them."""
+        """Writes the tables to pinned memory, for `copy_up`."""
         self._image.write(self.tables.host.address)
 
     def copy_up(self, stream: int) -> None:
@@ -203,12 +203,12 @@ class DeviceBatch:
         self.copy_up(stream)
 
     def download_outcome(self, driver: Driver, stream: int) -> None:
-        """Enqueues the copy of what `outcome` reads: tallies and statuses, which are neighbours."""
+        """Enqueues the copy of what `outcome` reads: tallies and statuses, which are adjacent."""
         first, end = self._tallies_offset, self._status_offset + 4 * self.pages
         self.download(driver, first, end - first, stream)
 
     def outcome(self) -> tuple[U32, bool]:
-        """The first error of each page, uint32 (pages,), and whether the device still has commands.
+        """(first error of each page, uint32 (pages,); whether the device still has commands).
 
         A late command need not be the first error of its pages.
         """
@@ -217,32 +217,32 @@ class DeviceBatch:
         return status.copy(), bool(tallies["owned"].any())
 
     def result(self, offset: int, nbytes: int) -> Bytes:
-        """What `download` brought back of one part."""
+        """A part of the tables, after its `download`."""
         return view_at(self.tables.host.address + offset, nbytes)
 
     def digests(self) -> U64:
-        """Those of the tables in pinned memory, uint64 (pages, layers): the outcome of a write once
-        `download_digests` was done.
+        """The digests in pinned memory, uint64 (pages, layers); of a write, valid once
+        `download_digests` has ended.
         """
         nbytes = 8 * math.prod(self._digests_shape)
         raw = self.result(self._digests_offset, nbytes)
         return raw.view(np.uint64).reshape(self._digests_shape)
 
     def download_digests(self, driver: Driver, stream: int) -> None:
-        """Enqueues the copy of what kernels computed back to `digests`."""
+        """Enqueues the copy of computed digests to where `digests` reads them."""
         nbytes = 8 * math.prod(self._digests_shape)
         self.download(driver, self._digests_offset, nbytes, stream)
 
     def download(self, driver: Driver, offset: int, nbytes: int, stream: int) -> None:
-        """Enqueues the copy of one part back to where `result` finds it."""
+        """Enqueues the copy of one part to where `result` reads it."""
         target = self.tables.host.address + self.tables.to_device + offset
         driver.copy(target, self.tables.device.address + offset, nbytes, stream)
 
 
 class KernelMover:
-    """An SM copy: a kernel in which every lane moves 16 bytes at a time.
+    """Copies with SMs: a kernel in which every lane moves 16 bytes at a time.
 
-    function: gio_move.  blocks: how many, which bounds the multiprocessors it takes.
+    function: gio_move.  blocks: number of blocks, which limits the multiprocessors it uses.
     """
 
     name = "kernel"
@@ -300,7 +300,7 @@ def launch_layer(
     threads: int = BLOCK_THREADS_MAX,
     publish: int | None = 0,
 ) -> None:
-    """Launches one kernel of a layer.  publish: None for kernels that do not take it."""
+    """Launches one kernel of a layer.  publish: None for kernels without this parameter."""
     arguments = [(batch.address, ctypes.c_void_p), (layer, ctypes.c_uint32)]
     if publish is not None:
         arguments.append((publish, ctypes.c_uint32))

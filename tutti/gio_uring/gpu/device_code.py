@@ -1,11 +1,12 @@
-"""Device code: compiled by NVRTC to cubins for the machine's own GPU, kept on disk, loaded once.
+"""Device code: compiled by NVRTC to cubins for this machine's GPU, cached on disk, loaded once.
 
-Cubins, never PTX: they load on every driver of the same major version, and nothing is compiled by
-the driver while a kernel waits.  All functions are loaded when the engine starts; loading one later
+Cubins, not PTX: they load on every driver of the same major version, and the driver compiles
+nothing while a kernel waits.  All functions are loaded when the engine starts: loading one later
 could wait for a kernel that waits for the loader.
 
-A cubin's file is named by a hash of all sources, options, the architecture and NVRTC's version.  It
-is written as another file and renamed, and carries its own hash: a damaged one is compiled again.
+The name of a cubin's file is a hash of all sources, options, the architecture and NVRTC's version.
+The file is written under another name and renamed.  It contains its own hash: a damaged one is
+compiled again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SUFFIXES = (".h", ".cuh", ".cu")
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: `tutti/cubins` below $XDG_CACHE_HOME or ~/.cache."""
+    """The folder of cubins: `tutti/cubins` in $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "tutti" / "cubins"
 
@@ -57,7 +58,7 @@ class CubinCache:
         self.folder = folder
 
     def read(self, name: str) -> bytes | None:
-        """A cubin, or None when there is none that is whole."""
+        """A cubin, or None if there is none or it is damaged."""
         try:
             content = self._path(name).read_bytes()
         except OSError:
@@ -69,7 +70,7 @@ class CubinCache:
         return cubin if hashlib.sha256(cubin).digest() == content[len(_MAGIC) : head] else None
 
     def write(self, name: str, cubin: bytes) -> None:
-        """Keeps a cubin; a folder that cannot be written costs the next start time, and no more."""
+        """Stores a cubin; if the folder is not writable, the next start compiles again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fd, temporary = tempfile.mkstemp(dir=self.folder)
@@ -88,7 +89,7 @@ class CubinCache:
 
 
 class DeviceSource:
-    """Sources below one folder: the program, and everything that it may include.
+    """Sources in one folder: the program, and all files that it may include.
 
     root: holds `include/` and `device/`.
     """
@@ -109,7 +110,7 @@ class DeviceSource:
             ) from error
 
     def include_folders(self) -> list[str]:
-        """Where includes are looked for."""
+        """Folders that are searched for includes."""
         return [str(self.root / "include"), str((self.root / self.program).parent)]
 
     def digest(self) -> bytes:
@@ -125,7 +126,7 @@ class DeviceSource:
 
 
 def _shipped() -> Path:
-    """The folder of the package `tutti.kernels`, which holds sources and no Python that matters."""
+    """The folder of the package `tutti.kernels`, which has the sources."""
     spec = importlib.util.find_spec("tutti.kernels")
     places = list(spec.submodule_search_locations or []) if spec is not None else []
     if not places:
@@ -140,7 +141,7 @@ def compile_cubin(
     options: Sequence[str] = (),
     cache: CubinCache | None = None,
 ) -> bytes:
-    """The machine code of `source` for one architecture, from the cache if it is there.
+    """Compiles `source` for one architecture, or reads the cubin from the cache.
 
     options: more options of NVRTC, such as "-DNAME".
     Raises Unsupported without cuda-bindings or NVRTC, CudaError with NVRTC's log.
@@ -219,7 +220,7 @@ class _Nvrtc:
 
 
 class Modules(Owned):
-    """The device code of this package on one device, every kernel loaded to the end.
+    """This package's device code on one device, with every kernel loaded completely.
 
     Raises what `compile_cubin` and the driver raise.
     """

@@ -1,14 +1,14 @@
-"""The GPU engines whose kernels write commands, ring, poll and move slices.
+"""The GPU engines whose kernels write commands, ring doorbells, poll and move slices.
 
-Each has queue pairs of its own in the store's controller; the default at tier T0 is
-`HostEngine`, which needs no multiprocessor at all.  `launch` sends a layer's commands with one
-kernel, goes on with the layer before, and takes the completions with a second one; `resident` does
-all of a layer in one kernel that stays; `persistent` has one kernel for all layers and jobs.  Every
-kernel has a deadline for commands, and the engine's thread one for the persistent kernel, so the
-stream always ends.
+Each has queue pairs of its own in the store's controller.  The default at tier T0 is not one of
+them but `HostEngine`, which uses no multiprocessor.  `launch` submits a layer's commands with one
+kernel, finishes the layer before, and reaps the completions with a second kernel; `resident` does
+all of a layer in one kernel that waits; `persistent` has one kernel for all layers and jobs.  Every
+kernel has a deadline for commands, and the engine's thread has one for the persistent kernel, so
+the stream always ends.
 
-After a deadline or a CUDA error the device may still write into staging: the engine then refuses
-new work and keeps that memory until `close` has reset the controller.
+After a deadline or a CUDA error the drive may still write into staging: the engine then refuses new
+work and keeps that memory until `close` has reset the controller.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tutti.gio_uring.transfer import TIMEOUT_S, TransferOptions
 KINDS = ("launch", "resident", "persistent")
 #: Time without a job after which the persistent kernel is told to end.
 REST_S = 1.0
-#: Longest wait in a kernel where the driver ends kernels that run for seconds.
+#: Longest wait in a kernel if the driver kills kernels that run for seconds.
 KERNEL_S = 1.0
 _TABLES_NBYTES = 8 * MiB
 _LOOK_S = 0.0002
@@ -57,10 +57,11 @@ _log = logging.getLogger(__name__)
 
 
 class KernelSize(NamedTuple):
-    """How much of a GPU and of a drive's queues the kernels take.
+    """The share of a GPU and of a drive's queues that kernels use.
 
-    shares: queue pairs of a drive, and blocks that drive them.  depth: of each queue pair.
-    move_blocks: of the kernel that moves slices, for "launch".  command_nbytes_max: of one command.
+    shares: queue pairs per drive, each driven by one block.  depth: entries of each queue pair.
+    move_blocks: blocks of the kernel that moves slices, for "launch".
+    command_nbytes_max: limit of one command.
     """
 
     shares: int = 4
@@ -75,16 +76,16 @@ _SIZE = KernelSize()
 class DeviceEngine(Owned):
     """Moves pages of one GPU's memory by kernels that drive queue pairs.
 
-    controller: the store's, whose thread polls the queue pairs of all producers; one that no
-    thread serves is started here and stopped by `close`.
-    kind: one of KINDS.  kernels: their size.  stream: for the kernels, such as a green context's,
-    instead of one of its own; for "persistent" of a context with a multiprocessor for each share.
-    rest_s: time without a job after which the persistent kernel ends until the next one.
+    controller: the store's, whose thread polls the queue pairs of all producers; if no thread
+    serves it, this engine starts one, and `close` stops it.
+    kind: one of KINDS.  kernels: their size.  stream: to use instead of a new one, such as a
+    green context's; for "persistent" its context needs a multiprocessor per share.
+    rest_s: idle time after which the persistent kernel ends; the next job starts it again.
     """
 
     #: Why this engine was chosen, for `stats`.
     reason = REASON
-    #: Why its staging has the size that it has.
+    #: Reason for the size of its staging.
     staging_reason = REASON
 
     def __init__(
@@ -113,8 +114,8 @@ class DeviceEngine(Owned):
             1, min(kernels.command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes
         )
         self._closed = self._broken = False
-        self._is_server = False  # the controller's thread was started here
-        self._busy: set[DeviceJob] = set()  # kernels may ring for these
+        self._is_server = False  # this engine started the controller's thread
+        self._busy: set[DeviceJob] = set()  # kernels may ring doorbells for these
         self._tables = TableMemory(driver, _TABLES_NBYTES)
         with ExitStack() as undo:
             undo.callback(self._tables.close)
@@ -132,7 +133,7 @@ class DeviceEngine(Owned):
                 kernels.depth,
             )
             undo.callback(self._queues.close)
-            if not self.wait_idle(TIMEOUT_S):  # the kernel that stays is on another stream
+            if not self.wait_idle(TIMEOUT_S):  # the persistent kernel is on another stream
                 raise DeviceTimeout("the GPU copied no tables; is it busy? try again")
             self._launcher: Launcher
             parts = (modules, self._queues, self.stream_queue, BLOCK_THREADS_MAX)
@@ -148,18 +149,18 @@ class DeviceEngine(Owned):
         self._jobs: list[DeviceJob] = []
         self._kept: list[DeviceJob] = []
         self.guard = Guard()
-        self._lock = threading.RLock()  # taken itself: an interrupted Condition.__enter__ keeps it
+        self._lock = threading.RLock()  # used directly: an interrupted Condition.__enter__ keeps it
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)
         self._thread.start()
 
     @property
     def stream_count(self) -> int:
-        """Streams that it uses; a kernel that stays has one for itself."""
+        """Number of streams that it uses; the persistent kernel has one of its own."""
         return 2 if self.name == "persistent" else 1
 
     def follow(self, stream: int) -> None:
-        """Transfers submitted from now on touch pages only after what is on `stream` by now."""
+        """Orders transfers submitted from now on after the work that is on `stream` now."""
         self.stream_queue.follow(stream)
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -174,10 +175,10 @@ class DeviceEngine(Owned):
         memory: PagedMemory,
         **options: Unpack[TransferOptions],
     ) -> DeviceJob:
-        """As `Engine.submit`, for pages in GPU memory; jobs run in the order they were submitted.
+        """See `Engine.submit`; for pages in GPU memory.  Jobs run in the order of submission.
 
-        timeout_s: for each kernel.  Raises CapacityError when a layer does not fit into the
-        staging, DeviceTimeout when none comes free, a deadline passed or a drive was reset.
+        timeout_s: of each kernel.  Raises CapacityError if a layer does not fit into the staging,
+        DeviceTimeout if no staging becomes free, a deadline has passed or a drive was reset.
         """
         self._check()
         layers, digests = memory.bases.shape[0], options.get("digests")
@@ -218,7 +219,7 @@ class DeviceEngine(Owned):
         except BaseException:
             if job is None:
                 owner.is_free = lambda: True
-            else:  # interrupted; its waiters are released
+            else:  # interrupted; its waiters get an error
                 job.abandon()
                 owner.is_free = job.is_free
             raise
@@ -256,7 +257,7 @@ class DeviceEngine(Owned):
         io = IocbStruct()
         io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1
         nbytes = sum(memory.segment_nbytes)
-        if not info.sgl_descriptors:  # PRPs name memory in a row: the padding lies in staging, too
+        if not info.sgl_descriptors:  # PRPs need contiguous memory, so staging includes the padding
             if opcode != OPCODE_READ:
                 _clear_padding(starts, pages, stride, nbytes)
             nbytes = stride
@@ -281,13 +282,13 @@ class DeviceEngine(Owned):
         )
 
     def enqueue(self, job: DeviceJob) -> None:
-        """Puts a job on the stream, and watches it."""
+        """Enqueues a job on the stream, and watches it."""
         stream_queue, work, launcher = self.stream_queue, job.work, self._launcher
         batch, layers = work.batch, work.layers
         events = job.acquire_events()
         driver, stream = stream_queue.driver, stream_queue.stream
         with stream_queue.lock:
-            self._check()  # a job before it may have failed meanwhile
+            self._check()  # an earlier job may have failed meanwhile
             launcher.wake(layers, work.timeout_s)
             batch.upload(stream)
             self.begun(job)
@@ -301,23 +302,23 @@ class DeviceEngine(Owned):
                 if work.computed is not None:
                     batch.download_digests(driver, stream)
                 driver.write_value(stream, work.staged.device_words, 1)
-                # With the last layer comes what became of all: who waited for it knows.
+                # The last layer's event comes after the outcome of all layers.
                 driver.record_event(events[-1], stream)
             stream_queue.layers += layers
-            with self._lock:  # in the stream's order
+            with self._lock:  # in the order of the stream
                 self._jobs.append(job)
                 self._changed.notify_all()
 
     def rest(self, timeout_s: float) -> bool:
-        """Ends the kernel that stays until the next job; False when it runs after the timeout.
+        """Ends the persistent kernel until the next job; False if it still runs after the timeout.
 
-        For calls that wait for all kernels of the context, once nothing is under way.
+        Needed before calls that wait for all kernels of the context; nothing may be under way.
         """
         with self.stream_queue.lock:
             return self._launcher.stop(timeout_s)
 
     def stats(self) -> dict[str, Any]:
-        """Which engine moves the pages, why, by which mover, and how many layers it enqueued."""
+        """The engine that moves pages and the reason for it, its mover, and layers enqueued."""
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
@@ -330,46 +331,46 @@ class DeviceEngine(Owned):
         }
 
     def check_page(self, _: PagedMemory, slice_nlb: int) -> None:
-        """Raises CapacityError where the staging has no room for a page of one layer."""
+        """Raises CapacityError if one layer of a page does not fit into the staging."""
         lba_nbytes = self._lba_nbytes
         self.stream_queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
 
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
-        """Pages of a write whose layers all have a place in the staging, twice over."""
+        """Most pages of a write of which all layers fit into half of the staging."""
         lba_nbytes = self._lba_nbytes
         needed = Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes)
         return self.stream_queue.pages_max(needed)
 
     def read_pages_max(self, layers: int, slice_nlb: int) -> int:
-        """Pages of a read of which one layer fits into the staging, twice over."""
+        """Most pages of a read of which one layer fits into half of the staging."""
         return self.write_pages_max(1, slice_nlb)
 
     def begun(self, job: DeviceJob) -> None:
-        """Kernels ring for a job from now on: the controller's thread looks more often."""
+        """Announces that kernels ring for a job: the controller's thread polls more often."""
         job.is_begun = True
         self._busy.add(job)
         self._controller.expect_rings(True)
 
     def ended(self, job: DeviceJob) -> None:
-        """No kernel rings for the job any more; a second call does nothing."""
+        """Announces that no kernel rings for a job any more; a second call does nothing."""
         if job in self._busy:
             self._busy.discard(job)
             self._controller.expect_rings(False)
 
     def keep(self, job: DeviceJob) -> None:
-        """The job's memory stays until the controller was reset, and no new job is taken."""
+        """Keeps a job's memory until the controller was reset, and refuses new jobs."""
         self._broken = True
         with self._lock:
             self._kept.append(job)
 
     @property
     def kept_jobs(self) -> int:
-        """Jobs whose commands were lost; `close` resets the controller and releases them."""
+        """Number of jobs whose commands were lost; `close` resets the controller and frees them."""
         return len(self._kept)
 
     def _watch(self) -> None:
         """Polls the final status of each job; makes no CUDA call."""
-        while not self._closed or self._jobs:  # bounded by close(), which gives up what is left
+        while not self._closed or self._jobs:  # bounded by close(), which fails what is left
             with self._changed:
                 if not self._jobs:
                     self._changed.wait(0.2)
@@ -387,7 +388,7 @@ class DeviceEngine(Owned):
                 time.sleep(_LOOK_S)
 
     def _give_up(self) -> None:
-        """Wakes every stream that waits for a kernel; the jobs keep their memory."""
+        """Fails all jobs and wakes streams that wait for a kernel; the jobs keep their memory."""
         with self._changed:
             jobs, self._jobs = self._jobs, []
         self._broken = True
@@ -405,17 +406,17 @@ class DeviceEngine(Owned):
     def close(self, timeout_s: float = 10.0) -> None:
         """Waits for the stream and frees everything; a second call does nothing.
 
-        The controller stays the caller's.  It is reset if a device may still use memory of a job,
-        which ends the commands of its other producers, too.
-        Raises DeviceTimeout when the stream, a kernel or the reset does not end, CudaError when the
-        context is lost; all memory is then kept.
+        Does not close the controller, but resets it if a device may still use memory of a job; this
+        ends the commands of its other producers, too.
+        Raises DeviceTimeout if the stream, a kernel or the reset does not end, CudaError if the
+        context is lost; all memory is kept then.
         """
         with self.stream_queue.lock:
             is_closed, self._closed = self._closed, True
         if is_closed:
             return
         try:
-            if not self._controller.is_served:  # its engine was closed before
+            if not self._controller.is_served:  # the engine that served it was closed earlier
                 self._controller.start()
                 self._is_server = True
             is_idle = self.wait_idle(timeout_s)
@@ -445,13 +446,13 @@ class DeviceEngine(Owned):
 
 
 def _clear_padding(starts: U64, pages: int, stride: int, nbytes: int) -> None:
-    """Zeros behind each staged slice; kernels write the slices alone."""
+    """Clears the padding after each staged slice; kernels write only the slices."""
     for start in np.unique(starts).tolist():
         view_at(start, pages * stride).reshape(pages, stride)[:, nbytes:] = 0
 
 
 def _check_staying(driver: Driver, blocks: int) -> None:
-    """Raises where a kernel of so many blocks cannot stay."""
+    """Raises ConfigError if a persistent kernel of so many blocks cannot run here."""
     if blocks > (sms := driver.sm_resource().count):
         raise ConfigError(
             f"{blocks} blocks that stay do not fit {sms} multiprocessors, and those that never "

@@ -1,4 +1,4 @@
-"""One transfer of an engine whose kernels send the commands."""
+"""One transfer of an engine whose kernels submit the commands."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tutti.gio_uring.gpu.moved_job import interrupted
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 
-#: Longest time from a job's final word to its status; the engine's thread polls far more often.
+#: Longest time from a job's final word to its status; the engine's thread polls much more often.
 _SETTLE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 class JobQueue(Protocol):
-    """What a job needs of its engine."""
+    """The part of an engine that its jobs use."""
 
     stream_queue: StreamQueue
     guard: Guard
 
     def enqueue(self, job: DeviceJob) -> None:
-        """Puts a job on the stream."""
+        """Enqueues a job on the stream."""
 
     def ended(self, job: DeviceJob) -> None:
-        """No kernel rings for the job any more."""
+        """Announces that no kernel rings for the job any more."""
 
     def keep(self, job: DeviceJob) -> None:
-        """The job's memory stays until the controller was reset, and no new job is taken."""
+        """Keeps the job's memory until the controller was reset, and refuses new jobs."""
 
 
 class DeviceJob(Owned):
-    """A job whose commands a kernel sends; a `Transfer`.
+    """A job whose commands a kernel submits; a `Transfer`.
 
-    page_status is final once the job is done, or the event of its last layer has happened.
+    page_status: final once the job is done, or the event of its last layer has happened.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class DeviceJob(Owned):
         self._queue = queue
         self._on_released = on_released
         self._lock = threading.Lock()
-        self._is_taken = False  # put on the stream, or cancelled before
+        self._is_taken = False  # enqueued, or cancelled before
         self._events: list[int] = []
         self._finished = threading.Event()
-        self._changed = threading.Event()  # put on the stream, or never will be
+        self._changed = threading.Event()  # enqueued, or never will be
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
         finalize(self, queue.stream_queue.events.release, self._events).atexit = False
@@ -72,12 +72,12 @@ class DeviceJob(Owned):
     def page_status(self) -> U32:
         """uint32 (pages,), 0 or the first NVMe status that a page met."""
         if not self._finished.is_set() and self.work.staged.words.moved:
-            self._finished.wait(_SETTLE_S)  # the stream is through, the engine's thread not yet
+            self._finished.wait(_SETTLE_S)  # the stream has finished; the engine's thread follows
         return self._page_status
 
     @property
     def done(self) -> bool:
-        """Whether every layer is in its place or failed."""
+        """Whether every layer was moved or failed."""
         return self._finished.is_set()
 
     @property
@@ -86,22 +86,22 @@ class DeviceJob(Owned):
 
     def is_free(self) -> bool:
         """Whether staging and tables may be used again."""
-        if self._is_released and self._failure is not None:  # the tables' copy may be under way
+        if self._is_released and self._failure is not None:  # the tables may still be copied
             stream_queue = self._queue.stream_queue
             return stream_queue.driver.is_stream_done(stream_queue.stream)
         return self._is_released
 
     def acquire_events(self) -> list[int]:
-        """Acquires an event per layer; they return when no waiter is left."""
+        """Acquires an event per layer; the finalizer releases them."""
         self._queue.stream_queue.events.acquire(self.work.layers, self._events)
         return self._events
 
     def enqueue(self) -> None:
-        """Puts all layers on the stream, unless the job was cancelled.
+        """Enqueues all layers on the stream, unless the job was cancelled.
 
-        After a CUDA error in the middle kernels may be queued that no event tells of, with
-        commands that cannot be recalled: the job fails, and what it had is kept until the
-        controller was reset.  The caller does the same after an interruption.
+        After a CUDA error, kernels may be queued without an event after them, with commands that
+        cannot be recalled: the job fails, and its memory is kept until the controller was reset.
+        The caller does the same after an interruption.
         """
         try:
             if self._take():
@@ -128,9 +128,9 @@ class DeviceJob(Owned):
     def finish(
         self, status: int | U32, *, is_kept: bool, failure: TuttiError | None = None
     ) -> None:
-        """Every layer has its final status; the first caller sets the job's outcome.
+        """Ends the job; the first call sets its outcome.
 
-        is_kept: a device may still use the job's memory.  failure: what waits raise.
+        is_kept: a device may still use the job's memory.  failure: the error for waiters.
         """
         with self._lock:
             if self._finished.is_set():
@@ -147,7 +147,7 @@ class DeviceJob(Owned):
             self._tell()
 
     def release(self) -> None:
-        """The controller was reset and no kernel runs: what was kept is free."""
+        """Releases kept memory, after the controller was reset; no kernel may run."""
         self._is_kept = False
         self._tell()
 
@@ -159,7 +159,7 @@ class DeviceJob(Owned):
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until `layers` layers were moved or failed.  False after the timeout.
 
-        Raises CudaError when the stream could not be given all of them.
+        Raises CudaError if not all of them could be enqueued.
         """
         deadline = time.monotonic() + timeout_s
         words = self.work.staged.words
@@ -167,14 +167,14 @@ class DeviceJob(Owned):
         if self._failure is not None:
             raise self._failure
         is_good = not any(words.status(layer) for layer in range(layers))
-        # Which pages failed is known at the end alone.
+        # The failed pages are known only at the end.
         left_s = max(0.0, deadline - time.monotonic())
         return is_there and (is_good or self._finished.wait(left_s))
 
     def order_stream(self, stream: int, layers: int) -> None:
-        """Lets `stream` wait on the GPU until `layers` layers were moved or failed.
+        """Makes `stream` wait, on the GPU, until `layers` layers were moved or failed.
 
-        Blocks until the job's gate is open, as its layers are on no stream before.
+        Blocks until the job's gate is open, because its layers are enqueued only then.
         """
         self._changed.wait(self.work.timeout_s)
         if self._failure is not None or len(self._events) < layers or not self._changed.is_set():
@@ -182,13 +182,13 @@ class DeviceJob(Owned):
         self._queue.stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
     def wait_released(self, timeout_s: float) -> bool:
-        """Waits until no device touches memory for it.  False after the timeout, or when one may
-        until the engine is closed.
+        """Waits until no device uses its memory.  False after the timeout, or if a device may use
+        it until the engine is closed.
         """
         return self._finished.wait(timeout_s) and self._is_released
 
     def open_gate(self) -> None:
-        """The digests are there: starts the job."""
+        """Starts the job; its digests are filled now."""
         try:
             self.enqueue()
         except BaseException:
@@ -196,6 +196,6 @@ class DeviceJob(Owned):
             raise
 
     def cancel(self) -> None:
-        """Ends a job whose gate is closed; one that runs ends by itself, in bounded time."""
+        """Ends a job whose gate is closed; one that runs ends by itself, within its time-out."""
         if self._take():
             self.finish(STATUS_CANCELLED, is_kept=False)

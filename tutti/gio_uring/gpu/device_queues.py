@@ -1,7 +1,7 @@
-"""Queue pairs that kernels drive: rings in pinned memory, the submitter's words on the device.
+"""Queue pairs for kernels: rings in pinned memory, the submitter's words in device memory.
 
-Kernels read, modify and write their own words, which pinned memory does not offer; what they share
-with the controller has one writer each.
+Kernels update their own words with atomics, which need device memory; each word that they share
+with the controller has one writer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class DeviceQueue:
-    """One queue pair: its struct and lists as kernels address them, the lists as the controller."""
+    """One queue pair: device addresses of its struct and lists, and the lists' DMA address."""
 
     struct_address: int
     lists: int
@@ -36,10 +36,10 @@ class DeviceQueue:
 
 
 class DeviceQueues(Owned):
-    """Queue pairs of one controller, which may serve other producers already; `shares` for each
-    native controller that its namespaces need, such as a drive.
+    """Queue pairs of one controller, which may serve other producers already: `shares` for each of
+    its native controllers (drives) that has namespaces.
 
-    scratch, zeros: one LBA each that commands may name, as the controller addresses them.
+    scratch, zeros: DMA addresses of one LBA each, for the padding of reads and writes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DeviceQueues(Owned):
             for registers in controller.doorbell_registers:
                 doorbells.append(GpuDoorbells(driver, *registers))
                 undo.callback(doorbells[-1].close)
-            #: How kernels ring: the end of their names.
+            #: How kernels ring doorbells: the suffix of their names.
             self.ring = "mmio" if doorbells else "word"
             undo.callback(controller.register(buffer).close)
             lists = PinnedMemory(driver, buffer)
@@ -99,12 +99,12 @@ class DeviceQueues(Owned):
 
     @property
     def are_dead(self) -> bool:
-        """Whether a reset of a drive has ended one of them: nothing that it is given ends."""
+        """Whether a drive's reset has ended one of them: commands put there never end."""
         return any(pair.is_dead for pair in self._pairs)
 
     def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
-        """Runs by native controller, with its NSIDs, and (first, number) for each queue pair:
-        equally many per queue pair of a controller, no slice in two of them.
+        """Sorts runs by native controller, with its NSIDs; also (first, number) of each queue pair's
+        runs: equal shares within a controller, and no slice in two queue pairs.
         """
         handle, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
         order = np.argsort(handle, kind="stable")
@@ -119,17 +119,17 @@ class DeviceQueues(Owned):
         return runs, parts
 
     def close(self) -> None:
-        """Releases the memory; the controller has been reset.  A second call does nothing."""
+        """Frees the memory, after the controller was reset.  A second call does nothing."""
         self._undo.close()
 
 
 def handles_rung(controller: NativeController) -> int:
-    """How many of the controller's handles kernels ring to reach every namespace."""
+    """Number of the controller's handles that kernels need to reach every namespace."""
     return 1 + max(handle for handle, _ in controller.device_routes)
 
 
 def split_shares(runs: Runs, count: int) -> list[tuple[int, int]]:
-    """(first, number) of each of `count` shares: equally many runs, no slice in two of them."""
+    """(first, number) of `count` equal shares of runs, with no slice in two of them."""
     whole = np.append(np.flatnonzero(runs["skip"] == 0), runs.size)
     wanted = np.arange(count + 1) * runs.size // count
     cuts = whole[np.searchsorted(whole, wanted)].tolist()
@@ -139,7 +139,7 @@ def split_shares(runs: Runs, count: int) -> list[tuple[int, int]]:
 def _image(
     pair: QueuePair, pinned: PinnedMemory, doorbells: PinnedMemory | GpuDoorbells
 ) -> tuple[TableImage, QueuePairStruct]:
-    """The struct and the submitter's words; offsets stand where addresses will."""
+    """The struct and the submitter's words, with offsets instead of addresses."""
     struct = QueuePairStruct.from_buffer_copy(pair.struct)
     for name in ("sq", "cq"):
         setattr(struct, name, pinned.to_device(getattr(pair.struct, name)))

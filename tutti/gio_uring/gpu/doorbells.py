@@ -1,7 +1,7 @@
-"""A drive's doorbells where kernels find them: the registers of BAR0, mapped for the GPU.
+"""A drive's doorbells for kernels: the registers of BAR0, mapped for the GPU (tier T1).
 
-Tier T1. Kernels only ever write there (st.mmio): a read of a drive's registers by a GPU can take
-the link down on some machines.
+Kernels only write there (st.mmio): on some machines a GPU's read of a drive's registers takes the
+PCIe link down.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tutti.gio_uring.gpu.driver import Driver
 class GpuDoorbells(Owned):
     """Registers at [address, address + nbytes) of this process, mapped for the GPU until `close`.
 
-    Raises Unsupported where the driver refuses, with what it needs.
+    Raises Unsupported, with the remedy, if the driver refuses.
     """
 
     def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
         self._driver = driver
-        # Whole pages: the driver maps nothing else, and the drive's queue registers fill theirs.
+        # The driver maps only whole pages, and the drive's doorbells fill theirs.
         self.address = address - address % mmap.PAGESIZE
         self.nbytes = -(-(address + nbytes - self.address) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # vfio maps a page at its first use, also again after a reset; NVIDIA's driver takes only
-        # pages that are mapped.  A reserved word is read, which has no effect on the drive.
+        # vfio maps a page at its first access, and again after a reset; NVIDIA's driver needs
+        # mapped pages.  So a reserved word is read, which has no effect on the drive.
         for page in range(self.address, self.address + self.nbytes, mmap.PAGESIZE):
             _ = ctypes.c_uint32.from_address(page + mmap.PAGESIZE - 4).value
         try:
@@ -40,7 +40,7 @@ class GpuDoorbells(Owned):
         self._device_address = driver.device_address(self.address)
 
     def to_device(self, address: int) -> int:
-        """Where kernels find a doorbell of this process. Raises ConfigError for any other place."""
+        """The device address of a doorbell. Raises ConfigError for any other address."""
         offset = address - self.address
         if not 0 <= offset <= self.nbytes - 4:
             raise ConfigError(
@@ -49,5 +49,5 @@ class GpuDoorbells(Owned):
         return self._device_address + offset
 
     def close(self) -> None:
-        """No kernel may ring any more."""
+        """Unmaps the doorbells; no kernel may ring any more."""
         self._driver.unregister_host(self.address)

@@ -1,4 +1,4 @@
-"""The seam to CUDA: exactly the calls of the driver that the GPU path makes, and nothing else.
+"""The interface to CUDA: exactly the driver calls that the GPU path makes.
 
 `Driver` is the protocol; `CudaDriver` is NVIDIA's driver through cuda-bindings, for the primary
 context of one device, which is also PyTorch's.  Handles and addresses are plain integers.  Every
@@ -47,18 +47,18 @@ class SmResource:
 
 
 class Driver(Protocol):
-    """What the GPU path needs from CUDA.
+    """The CUDA calls that the GPU path needs.
 
-    A call that only enqueues returns at once as long as the stream has room for it; none of them
-    waits for the device.  Streams do not wait for the legacy default stream.
+    Calls that enqueue return at once as long as the stream has room; none waits for the device.
+    Streams do not wait for the legacy default stream.
     """
 
-    device: int  # its number, as CUDA counts them
-    numa_node: int | None  # of the memory next to it; None where that is unknown
+    device: int  # CUDA's ordinal
+    numa_node: int | None  # of the nearest host memory; None if unknown
 
     @property
     def architecture(self) -> str:
-        """What NVRTC compiles for, such as "sm_90"."""
+        """Target architecture for NVRTC, such as "sm_90"."""
 
     @property
     def has_copy_batch(self) -> bool:
@@ -66,14 +66,14 @@ class Driver(Protocol):
 
     @property
     def limits_kernels(self) -> bool:
-        """Whether the driver ends kernels that run for seconds, as on a GPU with a display."""
+        """Whether the driver kills kernels that run for seconds, as on a GPU with a display."""
 
     def together(self) -> AbstractContextManager[None]:
-        """What this thread's calls put on streams within it, they put there at its end: in their
-        order, and in one native call.  Other calls are made at once.
+        """A block that collects this thread's enqueueing calls, and makes them in order, in one
+        native call, at its end.  Other calls are made at once.
 
-        After an error, which it raises, nothing that follows in this order was put there; after
-        one of the block itself, nothing at all.
+        If a call fails, its error is raised and the calls after it are not made.  If the block
+        raises, no call is made.
         """
 
     def create_stream(self, priority: int = 0) -> int:
@@ -86,10 +86,10 @@ class Driver(Protocol):
         """Whether everything on the stream has ended."""
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """The stream goes on once the word at a device address is `value` or (cyclic) more."""
+        """The stream waits until the word at a device address is >= `value` (cyclic, 32 bits)."""
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """The stream stores a word at a device address, after all that it did before."""
+        """The stream stores a word at a device address, after all its earlier work."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """One copy between addresses of any kind."""
@@ -97,10 +97,10 @@ class Driver(Protocol):
     def copy_batch(
         self, targets: U64, sources: U64, nbytes: U64, stream: int, *, is_local: bool = False
     ) -> None:
-        """Many copies (n,), in any order among themselves; not on the default stream.
+        """Many copies (n,), in any order; not on the default stream.
 
-        By copy engines; is_local: both ends are in the device's memory, where those are slow
-        (NVIDIA/nccl#2177: a twentieth), and the driver chooses.
+        Uses copy engines, unless is_local: both ends are in device memory, where copy engines
+        reach a twentieth of the speed (NVIDIA/nccl#2177), so that the driver chooses.
         """
 
     def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
@@ -113,28 +113,28 @@ class Driver(Protocol):
         """Destroys an event."""
 
     def record_event(self, event: int, stream: int) -> None:
-        """The event happens once all that is on the stream by now has ended."""
+        """The event happens once all work that is on the stream now has ended."""
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """The stream goes on once the last record of the event has happened."""
+        """The stream waits until the last record of the event has happened."""
 
     def is_event_done(self, event: int) -> bool:
         """Whether the last record of the event has happened, or there was none."""
 
     def register_host(self, address: int, nbytes: int) -> bool:
-        """Pins host memory for the device.  False when all of it was registered already."""
+        """Pins host memory for the device.  False if all of it was registered already."""
 
     def register_io(self, address: int, nbytes: int) -> None:
-        """Maps registers of another device, which this process has mapped, for the device."""
+        """Maps another device's registers, which are mapped in this process, for the device."""
 
     def unregister_host(self, address: int) -> None:
         """Undoes `register_host` and `register_io`."""
 
     def device_address(self, address: int) -> int:
-        """Where the device finds registered host memory."""
+        """The device address of registered host memory."""
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory."""
+        """Allocates device memory; returns its address."""
 
     def free(self, address: int) -> None:
         """Frees device memory; may wait for the device."""
@@ -146,7 +146,7 @@ class Driver(Protocol):
         """Undoes `load_module`."""
 
     def find_function(self, module: int, name: str) -> int:
-        """A kernel of a module, loaded to the end: its first launch loads nothing any more."""
+        """A kernel of a module, loaded completely: its first launch loads nothing."""
 
     def launch(
         self, function: int, grid: int, block: int, arguments: Arguments, stream: int
@@ -154,10 +154,10 @@ class Driver(Protocol):
         """Launches `grid` blocks of `block` threads."""
 
     def sm_resource(self) -> SmResource:
-        """The multiprocessors of the device and how they may be split."""
+        """The number of multiprocessors of the device and how they can be split."""
 
     def create_green_context(self, sms: int) -> tuple[int, int]:
-        """(handle, multiprocessors) of a green context of at least `sms` of them."""
+        """(handle, multiprocessors) of a new green context of at least `sms` of them."""
 
     def create_green_pair(self, sms: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Two green contexts: of at least `sms` multiprocessors, and of all others."""
@@ -166,7 +166,7 @@ class Driver(Protocol):
         """A stream whose kernels run on a green context's multiprocessors."""
 
     def destroy_green_context(self, context: int) -> None:
-        """Destroys a green context, whose streams are destroyed already."""
+        """Destroys a green context; its streams must have been destroyed."""
 
 
 class CudaDriver(CudaCalls):
@@ -200,16 +200,16 @@ class CudaDriver(CudaCalls):
         return int(found[0] or 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """One call in the device's context: None, its result, or a tuple of several."""
+        """Calls a function in the device's context; returns None, a result, or a tuple of them."""
         with self._current():
             return self._raw(name, *arguments)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the context current, and the caller's again afterwards.
+        """Makes the context current, and restores the caller's afterwards.
 
-        A graph that another thread captures is none of this one's: a query would end its capture
-        (pytorch/pytorch#104487).
+        Sets a thread-local capture mode: otherwise a query would end the capture of a graph by
+        another thread (pytorch/pytorch#104487).
         """
         if not self.context:
             yield
@@ -234,14 +234,14 @@ class CudaDriver(CudaCalls):
         return values[0] if len(values) == 1 else tuple(values) if values else None
 
     def _answer(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        """What a function returns: the number of its result, and its values."""
+        """What a function returns: its result code and its values."""
         try:
             result, *values = getattr(self._cuda, name)(*arguments)
         except RuntimeError as error:  # cuda-bindings: no driver, or a driver without the function
             raise Unsupported(
                 f"{name}: {error}; install an NVIDIA driver of CUDA 13.0 or newer"
             ) from error
-        except ValueError as error:  # a result that only a newer cuda-bindings knows
+        except ValueError as error:  # a result code that only a newer cuda-bindings knows
             if "CUresult" not in str(error):
                 raise
             raise CudaError(
@@ -258,7 +258,7 @@ class CudaDriver(CudaCalls):
     def _describe(self, code: int) -> str:
         try:
             result = self._cuda.CUresult(code)
-        except ValueError:  # one that only a newer cuda-bindings knows
+        except ValueError:  # a code that only a newer cuda-bindings knows
             return f"result {code}"
         _, word = self._cuda.cuGetErrorName(result)
         _, text = self._cuda.cuGetErrorString(result)
@@ -342,7 +342,7 @@ class CudaDriver(CudaCalls):
 
     def sm_resource(self) -> SmResource:
         sm = self._sms().sm
-        # A driver that does not say rounds by itself.
+        # A driver that reports no granularity rounds by itself.
         steps = (max(1, int(n)) for n in (sm.minSmPartitionSize, sm.smCoscheduledAlignment))
         return SmResource(int(sm.smCount), *steps)
 

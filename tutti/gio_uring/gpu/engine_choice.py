@@ -11,24 +11,24 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.driver import Driver
 
 AUTO, HOST = "auto", "host"
-#: Of an engine that nothing chose.
+#: Reason given for an engine that the program passed.
 REASON = "the program attached it"
-#: How much less than the host's time a kernel's must be: it takes multiprocessors, too.
+#: A kernel's time must be below this fraction of the host's: it uses multiprocessors, too.
 _GAIN = 0.9
-#: Of the load whose time by each engine a profile has.
+#: Size of the load for which a profile has each engine's time.
 LOAD_NBYTES = 128 * MiB
 
 
 class EngineTimes(Protocol):
-    """A profile, as far as the choice needs it."""
+    """The part of a profile that the choice needs."""
 
     def engine_us(self, tier: str) -> Mapping[str, float]:
-        """Time of the same load by each engine on a tier, from a medium that moves nothing; empty
-        where it was not measured.
+        """Time of a load of LOAD_NBYTES by each engine on a tier, from a medium that moves nothing;
+        empty if it was not measured.
         """
 
     def read_us(self, nbytes: int) -> float:
-        """Time of a read by the drive."""
+        """Time of a read by the drive, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Choice:
 
 
 def tier_of(controller: NativeController) -> str:
-    """T1 where a GPU would ring a drive's registers, T0 where doorbells are words."""
+    """T1 if doorbells are a drive's registers, T0 if they are words in memory."""
     return "T1" if controller.doorbell_registers else "T0"
 
 
 def choose_engine(
     asked: str, driver: Driver, controller: NativeController, profile: EngineTimes | None
 ) -> Choice:
-    """The engine asked for, or for "auto" the one that is fastest on this tier by the profile, if
-    the drive is faster than the host.
+    """The engine ``asked`` for; for "auto" the one that the profile shows to be fastest on this
+    tier, if the drive is faster than the host engine.
     """
     if asked != AUTO:
         return Choice(asked, "the option gpu_engine names it")

@@ -1,4 +1,4 @@
-"""CUDA events that are used again and again, because making one takes longer than recording it."""
+"""Reuses CUDA events, because creating one takes longer than recording it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 from tutti.gio_uring.gpu.driver import Driver
 
-#: Made at the start: a driver may make one wait for what is on the streams.
+#: Created at the start: in a driver a creation may wait for work on the streams.
 EVENTS = 256
 
 
 class EventPool:
-    """Events of one driver, at first `EVENTS`.  Thread-safe, also in the middle of another call."""
+    """Events of one driver, initially `EVENTS`.  Thread-safe and reentrant."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._free = deque(driver.create_event() for _ in range(EVENTS))
 
     def acquire(self, count: int, into: list[int]) -> None:
-        """Fills ``into`` up to ``count`` events that nothing uses; makes those that are missing."""
+        """Fills ``into`` up to ``count`` unused events; creates missing ones."""
         while len(into) < count:  # bounded by count
             try:
                 into.append(self._free.popleft())
@@ -27,7 +27,7 @@ class EventPool:
                 into.append(self._driver.create_event())
 
     def release(self, events: Iterable[int]) -> None:
-        """Takes events that have happened, or that nothing waits for."""
+        """Returns events that have happened, or that nothing waits for."""
         self._free.extend(events)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Green contexts: a share of the multiprocessors for kernels that move pages.
 
-A green context is not a reservation: kernels of the ordinary context still run on its
-multiprocessors.  Only compute that runs in the other part keeps out of it.
+A green context is not a reservation: kernels of the primary context still run on its
+multiprocessors.  Only kernels of the complementary green context do not.
 
-What the device allows is read from the device; a driver that refuses leaves everything in the
-ordinary context, and gives the reason.
+The device reports which partitions it allows.  If the driver refuses, everything stays in the
+primary context, and the reason is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class SmPartition(Owned):
     """Streams that run on some multiprocessors of a device.
 
-    sms: how many; all of the device when there is no partition; `reason` is then set.
+    sms: number of multiprocessors; all of the device if there is no partition, and `reason` why.
     """
 
     driver: Driver
@@ -48,7 +48,7 @@ class SmPartition(Owned):
         return stream
 
     def close(self) -> None:
-        """Destroys streams and context; nothing may be on them.  A second call does nothing."""
+        """Destroys streams and context; the streams must be idle.  A second call does nothing."""
         while self.streams:
             self.driver.destroy_stream(self.streams.pop())
         context, self.context = self.context, 0
@@ -57,10 +57,10 @@ class SmPartition(Owned):
 
 
 def partition(driver: Driver, sms: int, *, required: bool = False) -> SmPartition:
-    """A partition of at least `sms` multiprocessors, rounded up to what the device splits by.
+    """A partition of at least `sms` multiprocessors, rounded up to the device's granularity.
 
-    Where the driver or the device refuses, the whole device and the reason; with `required`
-    Unsupported.  Raises ConfigError for a number that no split can give.
+    If the driver or the device refuses: the whole device with the reason, or Unsupported if
+    `required`.  Raises ConfigError for a number that the device cannot split off.
     """
     if sms < 1:
         raise ConfigError(f"a partition of {sms} multiprocessors; ask for at least 1")

@@ -1,22 +1,22 @@
 """The GPU engine `host`: the native thread submits, a stream waits and copies, no SM is used.
 
-A read goes through staging layer after layer, and each layer in chunks of pages where two layers
-do not fit.  For each chunk of a layer a stream of loads holds, enqueued beforehand:
+A read goes through staging layer by layer.  If two layers do not fit, each layer is split into
+chunks of pages.  For each chunk of a layer, this is enqueued beforehand on a stream for loads:
 
-    wait(the chunk is staged)   copies to the pages   write(its place is free)
+wait(the chunk is staged)   copies to the pages   write(its place is free)
 
-and an event for each layer.  The streams of stores never wait for the medium: they hold copies of
-layers whose places are free, which is all of them where the staging is large enough.
+and an event for each layer.  The streams for stores never wait for the medium.  A layer is enqueued
+there when its place in staging is free, which is at once if the staging is large enough:
 
-    copies to the staging   write(the layer is staged)   record an event
+copies to the staging   write(the layer is staged)   record an event
 
-Two streams take the layers by turns.  A layer's copies may run with those of the layer before; its
-words and its event come after that one's event, so that they tell of all layers up to their own.
-Where trials found it faster, a read waits for its last layer and is copied in one call: overlap.py.
+Two streams take layers alternately.  A layer's copies may overlap those of the layer before; its
+words and its event come after that layer's event, so that they cover all layers up to their own.
+If trials found it faster, a read waits for its last layer and is copied in one call: overlap.py.
 
-The waits are `cuStreamWaitValue32` on words that the native thread stores, whatever happens: a
-failed command, a deadline, a cancelled job and a closed engine all store them, after the status.
-So nothing that must run to release a stream needs a CUDA call, the GIL or a lock.
+The waits are `cuStreamWaitValue32` on words that the native thread stores in all cases: a failed
+command, a deadline, a cancelled job and a closed engine store them, too, after the status.  So
+nothing that must run to release a stream needs a CUDA call, the GIL or a lock.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.gio_uring.transfer import TIMEOUT_S, Submitter, TransferOptions
 
 STAGING_NBYTES = 256 * MiB
-#: So that waits, copies and events of neighbouring layers overlap.
+#: Two, so that waits, copies and events of consecutive layers overlap.
 STREAMS = 2
 
 
 class _Released:
-    """Calls back once, when the last of several native jobs is released, and where that is counted,
-    the GPU has verified their pages.
+    """Calls back once, when the last of several native jobs was released and, if that is counted as
+    one more, the GPU has verified their pages.
 
-    whole: has the status of all pages; None where that of the native jobs counts.
-    read_s: monotonic; when the last native job so far was released.
+    whole: the transfer with the status of all pages; None: take the native jobs' statuses.
+    read_s: time.monotonic() when the last native job so far was released.
     """
 
     def __init__(self, count: int, callback: Callable[[Any], None] | None) -> None:
@@ -72,7 +72,7 @@ class _Released:
         self._statuses: dict[int, U32] = {}
 
     def of(self, number: int) -> Callable[[Job], None]:
-        """What job `number` of them calls."""
+        """The callback for native job `number`."""
 
         def released(job: Job) -> None:
             self.read_s = time.monotonic()
@@ -82,7 +82,7 @@ class _Released:
         return released
 
     def ended(self) -> None:
-        """One more of them is released, or the GPU has verified the pages of all."""
+        """Counts the release of one job, or the GPU's verification of all pages."""
         with self._lock:
             self._left -= 1
             is_last = self._left == 0
@@ -97,7 +97,7 @@ class _Released:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What a callback is told of a transfer."""
+    """The argument of a callback: the status of a transfer's pages."""
 
     page_status: U32
 
@@ -116,20 +116,20 @@ class _Through:
 class HostEngine(Owned):
     """Moves pages of one GPU's memory through one native engine and staging of its own.
 
-    engine: whose controller and thread do the I/O.  mover: by default the copy engines.
-    verifier: compares what was read with its digests, and computes those of what is written; it is
-    closed with the engine.  By default the native engine's workers do both, in staging.
-    load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; four layers of the
-    longest read should fit, or it goes in chunks.  load_streams, store_streams: streams to use,
-    such as those of a green context; by default two of its own each, which take layers by turns.
+    engine: the native engine that does the I/O.  mover: by default the copy engines.
+    verifier: compares digests of reads and computes those of writes, on the GPU; it is closed with
+    this engine.  By default the native engine's workers do that, in staging.
+    load_staging_nbytes, store_staging_nbytes: pinned memory for each direction; a read of which
+    four layers do not fit goes in chunks.  load_streams, store_streams: streams to use, such as
+    those of a green context; by default two new ones for each direction.
     """
 
     name = "host"
-    #: Whether it takes the option `held`, for reads.
+    #: Whether it supports the option `held`, for reads.
     holds = True
     #: Why this engine was chosen, for `stats`.
     reason = REASON
-    #: Why its staging has the size that it has.
+    #: Reason for the size of its staging.
     staging_reason = REASON
 
     def __init__(
@@ -162,11 +162,11 @@ class HostEngine(Owned):
 
     @property
     def stream_count(self) -> int:
-        """Streams that it uses."""
+        """Number of streams that it uses."""
         return len(self._loads.streams) + len(self._stores.streams)
 
     def follow(self, stream: int) -> None:
-        """Transfers submitted from now on touch pages only after what is on `stream` by now."""
+        """Orders transfers submitted from now on after the work that is on `stream` now."""
         for stream_queue in (self._loads, self._stores):
             stream_queue.follow(stream)
 
@@ -180,13 +180,13 @@ class HostEngine(Owned):
         engine: Engine | None = None,
         **options: Unpack[TransferOptions],
     ) -> MovedJob:
-        """As `Engine.submit`, for pages in GPU memory.
+        """See `Engine.submit`; for pages in GPU memory.
 
         A read may have any number of pages.  One layer of a write must fit into the staging, and
         all of them should; see `write_pages_max`.  engine: does the I/O, by default its own.
-        on_released: called when the medium is done with the staging; the stream may still copy
-        out of it.
-        Raises CapacityError when the staging is too small, DeviceTimeout when none comes free,
+        on_released: called when the medium no longer uses the staging; the stream may still copy
+        from it.
+        Raises CapacityError if the staging is too small, DeviceTimeout if none becomes free,
         CudaError, and what the engine raises.
         """
         engine = engine or self.engine
@@ -211,7 +211,7 @@ class HostEngine(Owned):
             verification = self._verification(opcode, extents, pages, memory, options, owner)
             if verification is not None:
                 options = {**options, "digests": None}
-            is_late = is_read and verification is not None  # known after the medium is through
+            is_late = is_read and verification is not None  # known only after the medium's end
             released = _Released(len(cells.chunks) + is_late, options.get("on_released"))
             for number, chunk in enumerate(cells.chunks):
                 parts = _chunk_options(options, chunk, released.of(number))
@@ -240,15 +240,15 @@ class HostEngine(Owned):
             raise
 
     def through(self, engine: Engine) -> Submitter:
-        """What moves the same pages with the I/O done by another native engine, whose controller
-        was lent the staging: an agent's client has one for each session.
+        """A submitter for the same GPU whose I/O is done by another native engine; the staging must
+        be lent to its controller.  An agent's client has such an engine per session.
         """
         return _Through(self, engine)
 
     def lend_staging(self, controller: NativeController) -> list[DmaRegion]:
-        """Makes the staging known to another controller of the same drives.
+        """Registers the staging with another controller of the same drives.
 
-        The caller closes the regions before that controller.
+        The caller must close the regions before that controller.
         """
         return [queue.staging.lend(controller) for queue in (self._loads, self._stores)]
 
@@ -261,7 +261,7 @@ class HostEngine(Owned):
         options: TransferOptions,
         owner: LeaseOwner,
     ) -> Verification | None:
-        """Where the GPU compares or computes the digests; None where the native engine does."""
+        """The GPU's work on the digests of a transfer; None if the native engine does it."""
         digests, compares = options.get("digests"), options.get("compare", False)
         if self.verifier is None or digests is None or compares != (opcode == OPCODE_READ):
             return None
@@ -296,12 +296,12 @@ class HostEngine(Owned):
         )
 
     def first_layers(self, layers: int) -> None:
-        """How many layers a submitter puts on the stream itself; a thread puts the others."""
+        """Sets how many layers a submitter enqueues itself; a thread enqueues the others."""
         for stream_queue in (self._loads, self._stores):
             stream_queue.first_layers = layers
 
     def stats(self) -> dict[str, Any]:
-        """Which engine moves the pages, why, by which mover, and how many layers it enqueued."""
+        """The engine that moves pages and the reason for it, its mover, and layers enqueued."""
         return {
             "gpu_engine": self.name,
             "gpu_engine_reason": self.reason,
@@ -319,8 +319,8 @@ class HostEngine(Owned):
         }
 
     def check_page(self, memory: PagedMemory, slice_nlb: int) -> None:
-        """Raises CapacityError where staging of a direction has no room for a page of one layer,
-        and Unsupported where the drive could not reach a page there.
+        """Raises CapacityError if one layer of a page does not fit into the staging of a direction,
+        and Unsupported if the drive cannot address a page there.
         """
         lba_nbytes = self.engine.lba_nbytes
         staging = _staging_memory(memory, np.zeros((1, 1), np.uint64), slice_nlb * lba_nbytes)
@@ -329,9 +329,9 @@ class HostEngine(Owned):
             queue.check_page(Needed(1, 1, slice_nlb * lba_nbytes, lba_nbytes))
 
     def write_pages_max(self, layers: int, slice_nlb: int) -> int:
-        """Pages of a write whose layers all have a place in the staging, twice over.
+        """Most pages of a write of which all layers fit into half of the staging.
 
-        So one part is copied out while another is written.
+        Then one part can be copied out while another is written.
         """
         lba_nbytes = self.engine.lba_nbytes
         return self._stores.pages_max(Needed(layers, 1, slice_nlb * lba_nbytes, lba_nbytes))
@@ -340,15 +340,15 @@ class HostEngine(Owned):
     def _abandon(
         engine: Engine, owner: LeaseOwner, jobs: Sequence[Job], moved: MovedJob | None
     ) -> None:
-        """After an error, or an interruption anywhere in `submit`: Ctrl-C can strike between a
-        native submission and its job.  What a device may use stays.
+        """Cleans up after an error or an interruption anywhere in `submit`: Ctrl-C can come between
+        a native submission and its job.  Memory that a device may use is kept.
         """
         if moved is not None:
             moved.abandon()
             owner.is_free = moved.is_free
             return
         owner.is_free = lambda: not engine.is_using(owner)
-        for job in jobs:  # nothing of them is on the stream
+        for job in jobs:  # none of them is on the stream
             job.on_released(None)
             job.cancel()
 
@@ -379,7 +379,7 @@ class HostEngine(Owned):
 def _staging_memory(
     memory: PagedMemory, starts: U64, stride: int, pages: int = 1, owner: Any = None
 ) -> PagedMemory:
-    """Staged pages of ``memory`` as the drive sees them: the segments of a slice in one."""
+    """Staged pages of ``memory`` for the drive: each slice is one segment."""
     return PagedMemory(starts, (stride,), (sum(memory.segment_nbytes),), pages, owner)
 
 
@@ -396,7 +396,7 @@ def _chunk_options(
 
 
 def part_of(extents: Extents, first: int, last: int) -> Extents:
-    """The slices ``first`` to ``last - 1`` in the order of pages, of every layer."""
+    """The extents of slices ``first`` to ``last - 1``, in the order of pages, in every layer."""
     count = np.asarray(extents.count, np.int64)
     ends = np.cumsum(count)
     starts = ends - count

@@ -1,7 +1,7 @@
 """Launches the kernels of a job's layers, and decides their order on a stream.
 
-kernels/device/parameters.cuh describes each kernel.  `launch` has short ones for every layer,
-`resident` one that stays for its layer; `persistent` has one that stays for all of them.
+kernels/device/parameters.cuh describes each kernel.  `launch` has short kernels for every layer,
+`resident` one kernel per layer that waits for it; `persistent` has one kernel for all layers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What kernels need of a job until it is over.
+    """What kernels need of a job until its end.
 
-    computed: where the digests of a write go, or None.  timeout_s: of each wait in a kernel.
+    computed: array for the digests of a write, or None.  timeout_s: limit of each wait in a kernel.
     """
 
     batch: DeviceBatch
@@ -33,14 +33,14 @@ class KernelWork:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return self.staged.words.layers
 
 
 class Launcher(Owned):
-    """Enqueues layers on a stream queue.  Hooks of persistent kernels do nothing here.
+    """Enqueues layers on a stream queue.  The hooks for persistent kernels do nothing here.
 
-    threads: of a block that moves slices.  move_blocks: of the kernel that moves slices.
+    threads: per block of a kernel that moves slices.  move_blocks: number of its blocks.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class Launcher(Owned):
         self._threads, self._move_blocks = threads, move_blocks
 
     def wake(self, layers: int, timeout_s: float) -> None:
-        """Prepares a job, under the stream queue's lock.  Raises DeviceTimeout."""
+        """Prepares for a job, under the stream queue's lock.  Raises DeviceTimeout."""
 
     def begin(self, work: KernelWork) -> None:
-        """The tables are on the stream; from here on the device may touch memory."""
+        """Called once the job's tables are enqueued; from now on the device may use its memory."""
 
     def put_layer(self, work: KernelWork, layer: int) -> None:
-        """Puts one layer on the stream: what comes behind it finds the layer moved, or failed."""
+        """Enqueues one layer: work that is enqueued later finds it moved or failed."""
         raise NotImplementedError
 
     def is_overdue(self, work: KernelWork) -> bool:
-        """Whether no kernel works any more on the job that is the first of all."""
+        """Whether no kernel works on ``work``, the first job, any more."""
         return False
 
     def rest(self) -> None:
-        """Looked in while there is no job; makes no CUDA call."""
+        """Called regularly while there is no job; makes no CUDA call."""
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends what stays.  False when it still runs after the timeout."""
+        """Ends a persistent kernel.  False if it still runs after the timeout."""
         return True
 
     def close(self) -> None:
-        """Releases its memory; none of its kernels may run."""
+        """Frees its memory; none of its kernels may run."""
 
     def _launch(
         self, name: str, work: KernelWork, layer: int, threads: int, publish: int | None
@@ -95,17 +95,17 @@ class Launcher(Owned):
 
 
 class ResidentKernels(Launcher):
-    """One kernel a layer, which stays for all of it."""
+    """One kernel per layer, which runs until the layer is complete."""
 
     def put_layer(self, work: KernelWork, layer: int) -> None:
         self._launch("gio_resident", work, layer, self._threads, 1)
 
 
 class ShortKernels(Launcher):
-    """A kernel that sends a layer's commands, one that takes their ends, and one that moves."""
+    """Per layer: a kernel that submits, one that reaps completions, and one that moves slices."""
 
     def put_layer(self, work: KernelWork, layer: int) -> None:
-        """Reads are sent a layer ahead where staging has the room."""
+        """Submits reads one layer ahead if the staging has room."""
         if not work.is_read:
             self._move(work, layer, publish=0)
             self._launch("gio_drain", work, layer, _WARP, 1)

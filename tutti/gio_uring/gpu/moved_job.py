@@ -22,7 +22,7 @@ from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
 from tutti.gio_uring.transfer import TIMEOUT_S
 
-#: Of pages that no verification reached.
+#: Status of pages that were not verified.
 _LOST = np.uint32(STATUS_CANCELLED)
 
 _log = logging.getLogger(__name__)
@@ -35,12 +35,11 @@ def interrupted() -> CudaError:
 
 @dataclass(frozen=True)
 class Route:
-    """What the stream needs of one transfer: copies for each chunk, and the staging.
+    """What the stream needs for one transfer: copies for each chunk, and the staging.
 
-    verification: by the GPU, of what was copied to its pages, or the digests of what is copied from
-    them; None where the native jobs do that, or none.
-    overlap: CROSS copies a read as a whole, which needs a place for each layer, and no fewer layers
-    than streams.
+    verification: the GPU's work on digests; None if the native jobs or nobody compares them.
+    overlap: CROSS copies a read as a whole; this needs a place for each layer, and at least as many
+    layers as streams.
     """
 
     copies: Sequence[PreparedCopy]
@@ -56,16 +55,16 @@ class Route:
 
     @property
     def calls(self) -> int:
-        """Driver calls for one layer."""
+        """Number of driver calls for one layer."""
         return sum(copies.calls + 2 for copies in self.copies) + 3
 
 
 class MovedJob(Owned):
     """Jobs of the native engine over staging, one for each chunk, and the stream that moves them.
 
-    A `Transfer`.  The stream_queue puts its layers on the stream, see `StreamQueue.feed`.
+    A `Transfer`.  The stream_queue enqueues its layers, see `StreamQueue.feed`.
 
-    read_s: answers when the medium was through, monotonic; copies and verification come later.
+    read_s: returns time.monotonic() of the medium's end; copies and verification end later.
     """
 
     def __init__(self, stream_queue: StreamQueue, jobs: Sequence[Job], route: Route) -> None:
@@ -74,15 +73,15 @@ class MovedJob(Owned):
         self._route = route
         self.layers = route.cells.layers
         self.overlap = route.overlap
-        self._events: list[int] = []  # by layer, once enqueued; then that of the tables
-        self._enqueued = 0  # layers that the stream holds
+        self._events: list[int] = []  # one per layer, and then that of the tables
+        self._enqueued = 0  # layers that were enqueued
         self._started = False  # something is on the stream
-        self._sealed = False  # nothing more will be put on it
+        self._sealed = False  # nothing more will be enqueued
         self._failure: TuttiError | None = None
-        self._found: U32 | None = None  # by the verification, once that is over
+        self._found: U32 | None = None  # the verification's statuses, once it has ended
         self._changed = threading.Condition()
         self.read_s: Callable[[], float] = lambda: 0.0
-        # Once nothing can wait for them any more.
+        # When this object is gone, nothing can wait for the events any more.
         finalize(self, stream_queue.events.release, self._events).atexit = False
 
     @property
@@ -95,52 +94,52 @@ class MovedJob(Owned):
         return np.where(status == 0, self._found, status)
 
     def is_verified(self) -> bool:
-        """Whether the outcome of the verification is there, and kept.  No CUDA call."""
+        """Reads the outcome of the verification if it has ended; returns whether it has."""
         verification = self._route.verification
         if self._found is None and verification is not None:
             with self._changed:
                 if verification.is_over:
                     self._found = verification.status()
-                elif self._sealed and self._enqueued < self.layers:  # it never will be
+                elif self._sealed and self._enqueued < self.layers:  # it will never end
                     self._found = np.full(sum(job.page_status.size for job in self._jobs), _LOST)
         return self._found is not None
 
     def is_settled(self) -> bool:
-        """Whether the final status of a read that the GPU verifies is known: its queue asks."""
+        """Whether the final status of a read that the GPU verifies is known; its queue polls it."""
         if not all(bool(job.report().released) for job in self._jobs):
             return False
         try:
             return self.is_verified() or (self._is_through() and self.is_verified())
-        except TuttiError:  # the streams are lost, and with them the outcome
+        except TuttiError:  # the streams are lost, so is the outcome
             self._found = np.full(sum(job.page_status.size for job in self._jobs), _LOST)
             return True
 
     @property
     def done(self) -> bool:
-        """Whether every layer is in its place or failed."""
+        """Whether every layer was moved or failed."""
         return all(job.report().done for job in self._jobs) and self._is_through()
 
     @property
     def layers_ready(self) -> int:
-        """Layers that are in the staging, from the first on."""
+        """Number of layers that have arrived in staging, from the first on."""
         return min(job.layers_ready for job in self._jobs)
 
     def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
-        """As `Job.grant`; the last of its jobs to report finds all of them ready."""
+        """See `Job.grant`.  Each chunk's job calls on_ready; the last call is the decisive one."""
         for job in self._jobs:
             job.grant(layers, report_at, on_ready)
 
     def enqueue(self, *, now: bool) -> None:
-        """Gives the transfer to the stream_queue.  A CUDA error cancels it; waits raise the error.
+        """Gives the transfer to the stream_queue.  A CUDA error cancels it; waiters get the error.
 
-        now: the first layers by this thread.  Not while the job's gate is closed, or none of its
-        layers is granted: then the caller is what the stream waits for, and must not make a CUDA
-        call, which may wait for the stream behind another thread's.
+        now: enqueue the first layers by this thread.  False while the job's gate is closed or none
+        of its layers is granted: the stream then waits for the caller, which must not make a CUDA
+        call, because that may wait, after another thread's call, for the stream.
         """
         self._stream_queue.feed(self, self._stream_queue.first_layers if now else 0)
 
     def put_next(self, parts: int) -> bool:
-        """Puts layers on the stream, so many of them or fewer, or all; whether none is left."""
+        """Enqueues up to ``parts`` layers, or all if copied as a whole; whether none is left."""
         try:
             if self._stream_queue.failure is not None:
                 raise self._stream_queue.failure
@@ -169,21 +168,21 @@ class MovedJob(Owned):
         return self._sealed
 
     def _room(self) -> int:
-        """Layers that may be put without another look; see `is_far_ahead`."""
+        """Number of layers that may be enqueued now; see `is_far_ahead`."""
         left = self.layers - self._enqueued
         if self._route.is_read:
             return min(left, CALLS_MAX // self._route.calls + 1 - self._enqueued)
         return sum(1 for _ in takewhile(self._has_place, range(self._enqueued, self.layers)))
 
     def _has_place(self, layer: int) -> bool:
-        """Whether the place of a layer of a write is not being written to the medium any more."""
+        """Whether the place of a write's layer in staging has been written to the medium."""
         chunk = self._route.cells.chunks[0]
         former = layer - chunk.window
         return former < 0 or bool(chunk.words.is_ready(former))
 
     def is_far_ahead(self) -> bool:
-        """Whether the stream holds more calls of this transfer than it should; for a write,
-        whether the next layer's place is still being written to the medium.
+        """For a read, whether its enqueued calls reach the limit; for a write, whether the next
+        layer's place is still being written to the medium.
         """
         if self._sealed or self._enqueued == self.layers:
             return False
@@ -210,10 +209,10 @@ class MovedJob(Owned):
             copies.move(range(layer, layer + 1), stream)
             if not (number or route.is_read):
                 self._put_digests(layer, stream)
-            if layer and not number and len(queue.streams) > 1:  # words and events in their order
+            if layer and not number and len(queue.streams) > 1:  # in the order of layers
                 driver.stream_wait_event(stream, self._events[layer - 1])
             if not route.is_read:
-                self._put_outcome(layer, stream)  # there once the medium is given the last layer
+                self._put_outcome(layer, stream)  # ends before the medium gets the last layer
             told: tuple[int, int] | None = (number, layer)
             if route.is_read:
                 told = route.cells.next_user(layer, number)
@@ -225,9 +224,9 @@ class MovedJob(Owned):
         driver.record_event(self._events[layer], stream)
 
     def _put_whole(self) -> None:
-        """Puts all layers of a read on the first stream, in one batch of copies.
+        """Enqueues all layers of a read on the first stream, as one batch of copies.
 
-        The other streams are in step before and after it, so that layers stay in their order.
+        The first stream waits for the others before, and they for it after: layers stay in order.
         """
         queue, (chunk,), (copies,) = (
             self._stream_queue,
@@ -238,7 +237,7 @@ class MovedJob(Owned):
         for event, other in zip(self._events, queue.streams[1:], strict=False):
             driver.record_event(event, other)
             driver.stream_wait_event(stream, event)
-        ready = chunk.device_words + chunk.words.ready_offset(self.layers - 1)  # told in order
+        ready = chunk.device_words + chunk.words.ready_offset(self.layers - 1)  # published in order
         driver.wait_value(stream, ready, 1)
         self._upload()
         copies.move(range(self.layers), stream)
@@ -250,7 +249,7 @@ class MovedJob(Owned):
             driver.stream_wait_event(other, end)
 
     def _event_of(self, layers: int) -> int:
-        """Happens when so many layers are in their places."""
+        """The event that happens when the first `layers` layers were moved."""
         return self._events[(self.layers if self.overlap is Overlap.CROSS else layers) - 1]
 
     def _put_digests(self, layer: int, stream: int) -> None:
@@ -262,7 +261,7 @@ class MovedJob(Owned):
             self._route.verification.put_outcome(stream)
 
     def _upload(self) -> None:
-        """Copies tables of kernels to the device, before any of them on any stream."""
+        """Enqueues the copy of the kernels' tables, before any kernel on any stream."""
         queue = self._stream_queue
         for copies in self._route.copies:
             copies.upload(queue.stream)
@@ -274,9 +273,9 @@ class MovedJob(Owned):
                 queue.driver.stream_wait_event(stream, self._events[-1])
 
     def _fail(self, error: TuttiError) -> None:
-        """Under the queue's lock: nothing of it is being put on the stream."""
+        """Fails the transfer, under the queue's lock, so that nothing of it is being enqueued."""
         _log.error("a transfer on the GPU's stream is cancelled", exc_info=error)
-        self._failure = error  # before it is sealed: copies may have no event behind them
+        self._failure = error  # before it is sealed: copies may have no event after them
         for job in self._jobs:
             job.cancel()
         with self._changed:
@@ -284,7 +283,7 @@ class MovedJob(Owned):
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Ends what an interrupted `submit` left, without a callback."""
+        """Cleans up after an interrupted `submit`, without a callback."""
         for job in self._jobs:
             job.on_released(None)
         self._interrupt()
@@ -296,15 +295,15 @@ class MovedJob(Owned):
             self._fail(interrupted())
 
     def _is_moved(self, layers: int) -> bool:
-        """Whether the stream is through with so many of the layers that it holds."""
+        """Whether the stream has finished the first `layers` of the enqueued layers."""
         count = min(layers, self._enqueued)
         return not count or self._stream_queue.driver.is_event_done(self._event_of(count))
 
     def _is_through(self) -> bool:
-        """Whether the stream touches nothing of this job any more."""
+        """Whether the stream does not use memory of this job any more."""
         if not self._sealed:
             return False
-        if self._failure is not None:  # some copies may have no event behind them
+        if self._failure is not None:  # some copies may have no event after them
             return self._stream_queue.are_streams_done()
         return self._is_moved(self._enqueued)
 
@@ -314,7 +313,7 @@ class MovedJob(Owned):
     def wait_layers(self, layers: int, timeout_s: float) -> bool:
         """Waits until `layers` layers were moved or the job failed.  False after the timeout.
 
-        Raises CudaError when the stream could not be given all of them.
+        Raises CudaError if not all of them could be enqueued.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -335,13 +334,13 @@ class MovedJob(Owned):
         verification = self._route.verification
         if verification is None or not verification.is_wrong(layers):
             return True
-        return wait_until(self.is_verified, left_s())  # which pages are wrong comes at the end
+        return wait_until(self.is_verified, left_s())  # the wrong pages are known only at the end
 
     def order_stream(self, stream: int, layers: int) -> None:
-        """Lets `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
+        """Makes `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
 
-        Blocks only until these layers are on the queue's own stream.  Whether the job failed is in
-        `page_status` once the layer's event has happened.
+        Blocks only until these layers are enqueued on the queue's own streams.  `page_status` tells
+        whether the job failed, once the layer's event has happened.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_put(layers), TIMEOUT_S)
@@ -353,7 +352,7 @@ class MovedJob(Owned):
         self._stream_queue.driver.stream_wait_event(stream, self._event_of(layers))
 
     def wait_released(self, timeout_s: float) -> bool:
-        """Waits until neither the medium nor the stream touches memory.  False after it."""
+        """Waits until neither medium nor stream uses its memory.  False after the timeout."""
         deadline = time.monotonic() + timeout_s
 
         def left_s() -> float:
@@ -364,18 +363,18 @@ class MovedJob(Owned):
         return wait_until(self._is_through, left_s())
 
     def open_gate(self) -> None:
-        """Lets the job compare its digests.  Makes no CUDA call: the stream waits for this."""
+        """Lets the job compare its digests.  Makes no CUDA call, as the stream waits for this."""
         if self._route.verification is not None:
             self._route.verification.refresh()
         try:
             for job in self._jobs:
                 job.open_gate()
-        except BaseException:  # interrupted between two of them
+        except BaseException:  # interrupted between two jobs
             self._interrupt()
             raise
 
     def cancel(self) -> None:
-        """Issues nothing more; every layer that the stream waits for is released."""
+        """Issues no more commands; releases every layer that the stream waits for."""
         for job in self._jobs:
             job.cancel()
         with self._stream_queue.lock, self._changed:

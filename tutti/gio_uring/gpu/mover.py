@@ -1,8 +1,7 @@
-"""Movers: from pinned staging to pages in GPU memory and back, one layer at a time.
+"""Movers copy between pinned staging and pages in GPU memory, one layer at a time.
 
-Staging holds slices one after another; a slice's segments are consecutive there and scattered in
-GPU memory.  Which bytes go where is worked out once per batch, and for each layer only the bases
-are added.
+Slices are contiguous in staging; in GPU memory their segments are scattered.  The offsets are
+computed once per batch; for each layer only the bases are added.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.iocb import PagedMemory
 
-#: A copy engine pays for each fragment, so that a kernel moves shorter ones faster
+#: A copy engine has a cost per fragment, so a kernel moves shorter fragments faster than it
 #: (vllm-project/vllm#57555).
 FRAGMENT_NBYTES_MIN = 28 * KiB
-#: Fewer fragments in a layer than this are as fast by copy engines, and take no multiprocessor.
+#: Fewer fragments per layer are as fast by copy engines, which use no multiprocessor.
 FRAGMENTS_MIN = 64
 
 
@@ -32,9 +31,9 @@ FRAGMENTS_MIN = 64
 class CopyDescriptor:
     """What a mover moves for one job.
 
-    pages: uint32 (n,).  paged: where they are in GPU memory.  staged: uint64 (layers,), where the
-    device finds the first slice of each layer in staging.  stride_nbytes: from slice to slice.
-    to_pages: out of staging (a read), or into it (a write).  owner: keeps what the copies need.
+    pages: uint32 (n,).  paged: their addresses in GPU memory.  staged: uint64 (layers,), device
+    address of the first slice of each layer in staging.  stride_nbytes: from slice to slice.
+    to_pages: True from staging to pages (a read), else back.  owner: keeps what the copies need.
     """
 
     pages: U32
@@ -46,11 +45,11 @@ class CopyDescriptor:
 
 
 class PreparedCopy(Protocol):
-    """A descriptor made ready."""
+    """The prepared copies of a descriptor."""
 
     @property
     def calls(self) -> int:
-        """Driver calls that move one layer."""
+        """Number of driver calls that move one layer."""
 
     @property
     def has_tables(self) -> bool:
@@ -64,7 +63,7 @@ class PreparedCopy(Protocol):
 
 
 class Mover(Protocol):
-    """Moves shipments."""
+    """Moves layers between staging and GPU memory."""
 
     @property
     def name(self) -> str:
@@ -72,14 +71,14 @@ class Mover(Protocol):
 
     @property
     def kernel_jobs(self) -> int:
-        """Jobs whose layers a kernel moves, since it was made."""
+        """Number of jobs whose layers a kernel moved, since the mover was made."""
 
     def prepare(self, descriptor: CopyDescriptor) -> PreparedCopy:
-        """Does for all layers what is the same for each."""
+        """Computes what all layers have in common."""
 
 
 class Fragments:
-    """The copies of a descriptor as contiguous stretches, (n,) of each column, for every layer."""
+    """The copies of a descriptor as contiguous ranges: columns (n,) that hold for every layer."""
 
     def __init__(self, descriptor: CopyDescriptor) -> None:
         paged = descriptor.paged
@@ -108,7 +107,7 @@ class Fragments:
 def _joined(
     there: U64, here: U64, nbytes: int, k: int
 ) -> tuple[U64, U64, U64, npt.NDArray[np.intp]]:
-    """One segment of all pages, neighbours on both sides joined into one copy."""
+    """One segment of all pages; copies that are adjacent on both sides are joined."""
     step = np.uint64(nbytes)
     follows = (np.diff(there) == step) & (np.diff(here) == step)
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -117,7 +116,7 @@ def _joined(
 
 
 class _Copies:
-    """Copies that need no more than their fragments, which the driver has once it was called."""
+    """Copies that need only their fragments; the driver's call copies the arguments."""
 
     has_tables = False
 
@@ -149,7 +148,7 @@ class _SingleCopies(_Copies):
 
 
 class CopyMover:
-    """Copy engines, one cuMemcpyAsync for each fragment."""
+    """Uses copy engines, with one cuMemcpyAsync per fragment."""
 
     name = "copy"
     kernel_jobs = 0
@@ -162,14 +161,14 @@ class CopyMover:
         return self.copies_of(Fragments(descriptor))
 
     def copies_of(self, fragments: Fragments) -> PreparedCopy:
-        """As `prepare`, for fragments that are known."""
+        """As `prepare`, for given fragments."""
         return self._kind(self._driver, fragments)
 
 
 class BatchCopyMover(CopyMover):
-    """Copy engines, all fragments of a layer in one call of cuMemcpyBatchAsync; no SM is used.
+    """Uses copy engines, with one cuMemcpyBatchAsync for all fragments of a layer; uses no SM.
 
-    Raises Unsupported where the driver lacks the call.
+    Raises Unsupported if the driver lacks the call.
     """
 
     name = "copy-batch"
@@ -185,7 +184,7 @@ class BatchCopyMover(CopyMover):
 
 
 class AutoMover:
-    """Copy engines, or a kernel for jobs of many short fragments."""
+    """Uses copy engines, or a kernel for jobs with many short fragments."""
 
     def __init__(self, copies: CopyMover, kernel: Mover) -> None:
         self._copies, self._kernel = copies, kernel
@@ -205,5 +204,5 @@ class AutoMover:
 
 
 def choose_mover(driver: Driver) -> CopyMover:
-    """The copy engines, by the best call that the driver has."""
+    """The mover for copy engines that uses the best call of the driver."""
     return BatchCopyMover(driver) if driver.has_copy_batch else CopyMover(driver)

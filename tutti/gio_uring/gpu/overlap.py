@@ -1,8 +1,8 @@
-"""When reads are copied out of the staging: layer by layer, or once they are there as a whole.
+"""Chooses when reads are copied out of staging: INTRA, layer by layer, or CROSS, all at the end.
 
-A layer alone is copied while later ones arrive, so INTRA gives the model its first layer early.
-Where calls of the driver cost more than the bytes that they move, one for all layers is faster.
-Each path, and each size of transfers, is tried both ways.
+With INTRA a layer is copied while later ones arrive, so the model gets its first layer early.
+CROSS is faster if driver calls cost more than the bytes that they move: it needs one call for all
+layers.  Both are tried for each path and size of transfers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from tutti.gio_uring.gpu.stream_queue import CALLS_MAX, StreamQueue
 from tutti.gio_uring.iocb import Extents
 from tutti.gio_uring.transfer import TransferOptions
 
-#: A model computes layer l while later ones come, which CROSS gives up.  A load of T seconds with C
-#: of computing takes max(T, C); of T' seconds as a whole, T' + C.  So CROSS gains T - T' at most
-#: (C = 0) and loses T' at most (C >= T), which is as much at T' = T / 2.
+#: CROSS must be this many times as fast.  With INTRA a model computes layer l while later layers
+#: arrive: a load of T seconds and a computation of C take max(T, C).  With CROSS, a load of T'
+#: takes T' + C.  So CROSS gains at most T - T' (C = 0) and loses at most T' (C >= T); these are
+#: equal at T' = T / 2.
 GAIN = 2.0
 
 
 class _Trial:
-    """Measures one read, on the queue's thread: from its start, or the end of the read before.
+    """Measures one read, on the queue's thread: from its start, or from the end of the read before.
 
-    Where both reads are over at the first look, the start of the second one is unknown: no trial.
+    If both have ended at the first poll, the second one's start is unknown: nothing is measured.
     """
 
     def __init__(self, moved: MovedJob, before: MovedJob | None, began_s: float) -> None:
@@ -66,7 +67,7 @@ def _is_over(moved: MovedJob) -> bool:
 
 
 class Overlaps(Owned):
-    """The choices of one engine's reads.  Thread-safe."""
+    """The choices for one engine's reads.  Thread-safe."""
 
     def __init__(self, queue: StreamQueue, controller: NativeController) -> None:
         self._queue, self._controller = queue, controller
@@ -78,11 +79,10 @@ class Overlaps(Owned):
     def choose(
         self, route: Route, extents: Extents, layer_nbytes: int, options: TransferOptions
     ) -> tuple[Route, Callable[[MovedJob], object]]:
-        """The route of a transfer, and what to call once it was given to its queue.
+        """The route of a transfer, and a function to call once its queue has the transfer.
 
-        INTRA for writes, for reads whose layers are granted one after another, and for those that
-        cannot be copied as a whole: the staging has not all of their layers, or too many calls
-        would be behind one wait.
+        INTRA for writes, for reads with `held`, and for reads that cannot be copied as a whole:
+        not all layers fit into the staging, or too many calls would follow one wait.
         """
         if not route.is_read:
             return route, lambda moved: None
@@ -107,7 +107,7 @@ class Overlaps(Owned):
         return route, partial(self._watch, chooser, nbytes, began_s, last if is_next else None)
 
     def _follow(self, moved: MovedJob) -> MovedJob | None:
-        """Notes the read that was given to the queue last; returns the one before."""
+        """Records the read that the queue got last; returns the one before."""
         with self._lock:
             before = None if self._last is None else self._last()
             self._last = weakref.ref(moved)
@@ -123,7 +123,7 @@ class Overlaps(Owned):
     ) -> None:
         """Measures a read while its chooser has trials left.
 
-        over: a read that was over when this one began.
+        over: a read that had ended when this one began.
         """
         before = self._follow(moved)
         if chooser.is_decided:
@@ -137,7 +137,7 @@ class Overlaps(Owned):
         self._queue.watch(trial.is_over, ended)
 
     def stats(self) -> dict[str, object]:
-        """Each path and size of transfers: the choice, and the GB/s of the trials."""
+        """The choice for each path and size of transfers, and the GB/s of its trials."""
         with self._lock:
             choosers = dict(self._choosers)
         return {
@@ -147,7 +147,7 @@ class Overlaps(Owned):
 
     @property
     def cross(self) -> int:
-        """Paths and sizes whose reads are copied as a whole."""
+        """Number of paths and sizes for which CROSS was chosen."""
         with self._lock:
             decided = [chooser for chooser in self._choosers.values() if chooser.is_decided]
         return sum(chooser.overlap is Overlap.CROSS for chooser in decided)

@@ -10,10 +10,10 @@ import ctypes
 
 from tutti.native import members
 
-#: `RunState.status` of a command that has not ended, and with `NO_CID` one that was not sent.
+#: `RunState.status` of a command that has not ended; with `NO_CID`, of one that was not sent.
 RUN_PENDING = 0xFFFFFFFF
 
-#: Most threads of a block, where the entry point says "32 to 256".
+#: Most threads of a block of the kernels that allow "32 to 256".
 BLOCK_THREADS_MAX = 256
 
 _U32 = ctypes.c_uint32
@@ -30,19 +30,19 @@ class QueueShareStruct(ctypes.LittleEndianStructure):
 
 
 class RunStateStruct(ctypes.LittleEndianStructure):
-    """``gio::RunState``: where one run's command stands."""
+    """``gio::RunState``: progress of one run's command."""
 
     _fields_ = (("cid", _U32), ("status", _U32))
 
 
 class LayerTallyStruct(ctypes.LittleEndianStructure):
-    """``gio::LayerTally``: what the blocks of a layer add up."""
+    """``gio::LayerTally``: sums over the blocks of a layer."""
 
     _fields_ = (("arrived", _U32), ("status", _U32), ("owned", _U32), ("reserved", _U32))
 
 
 class SliceTableStruct(ctypes.LittleEndianStructure):
-    """``gio::SliceTable``: where slices lie, staged and in their pages."""
+    """``gio::SliceTable``: locations of slices, in staging and in pages."""
 
     _fields_ = (*members(_U64, "paged staged_bases staged_stride digests page_status"),)
 

@@ -1,14 +1,14 @@
-"""One kernel that stays across layers and jobs: the engine `persistent`.
+"""The engine `persistent`: one kernel that runs across layers and jobs.
 
-The first job launches it: what a program registers and allocates before may wait for all kernels.
-It is told to end after a time without jobs, and the next job launches it again.  Work goes to it
-through pinned words, each with one writer:
+The first job launches it, not the constructor: registrations and allocations of a starting program
+may wait for all kernels.  It is told to end after a time without jobs, and the next job launches it
+again.  It gets work through pinned words, each with one writer:
 
-    posts, stop   the host's        posted     the stream queue's, after the tables were copied
-    consumed[b]   block b's         a layer's  the kernel's, and the host's once that is overdue
+posts, stop   the host          posted        the stream queue, after the tables were copied
+consumed[b]   block b           layer words   the kernel, or the host once that is overdue
 
-The stream queue waits for the layers' words as that of `HostEngine` does.  Nothing is ever enqueued
-behind the kernel on its own stream.  docs/gpu.md lists the calls that are forbidden while it runs.
+The stream queue waits for the layers' words as in `HostEngine`.  Nothing is enqueued after the
+kernel on its own stream.  docs/gpu.md lists the calls that are forbidden while it runs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.memory import view_at
 
-#: Places for posts, one for each layer of a job; a power of two.
+#: Entries of the ring of posts, one per layer of a job; a power of two.
 CAPACITY = 1024
-#: A kernel whose host is gone ends by itself; a host that lives tells it to, long before.
+#: After this time without posts the kernel ends by itself, for a host process that is gone.
 _IDLE_TIMEOUT_S = 3600.0
-#: What a layer may take in addition to its commands: moving its slices.
+#: Limit for moving a layer's slices, added to the time-out of its commands.
 _GRACE_S = 5.0
 _TABLE_TIMEOUT_S = 10.0
 _LINE_NBYTES = 128
@@ -48,7 +48,7 @@ assert _POST.itemsize == ctypes.sizeof(PostStruct), "layout shared with the kern
 class PersistentKernel(Launcher):
     """The kernel, its mailbox and its stream.
 
-    stream: for the kernel alone, such as a green context's; by default one of its own.
+    stream: used only by the kernel, such as a green context's; by default a new one.
     rest_s: time without a job after which the kernel is told to end.
     """
 
@@ -100,7 +100,7 @@ class PersistentKernel(Launcher):
         self._quiet_since_s = time.monotonic()
         self._progress: tuple[int, ...] = ()
         self._progress_s = 0.0
-        # A process that ends without close: the kernel ends too.
+        # For a process that ends without close: ends the kernel.
         self._finalizer = finalize(self, _store_stop, self._stop_word, tables)
 
     def wake(self, layers: int, timeout_s: float) -> None:
@@ -122,7 +122,7 @@ class PersistentKernel(Launcher):
             try:
                 self._driver.launch(self._function, count, threads, arguments, self._stream)
                 self._is_running = True
-            except BaseException:  # interrupted: it may run
+            except BaseException:  # interrupted: the kernel may run
                 self._stop_word[0] = 1
                 self._is_running = False
                 raise
@@ -132,7 +132,7 @@ class PersistentKernel(Launcher):
             )
 
     def _outstanding(self) -> int:
-        """Posts that the slowest block is not done with."""
+        """Number of posts that the slowest block has not consumed."""
         return int(((self._posted - self._consumed.astype(np.int64)) & _MASK).max())
 
     def begin(self, work: KernelWork) -> None:
@@ -140,7 +140,7 @@ class PersistentKernel(Launcher):
             place = (self._posted + layer) % CAPACITY
             self._posts[place] = (work.batch.address, layer, 1)
         posted = (self._posted + work.layers) & _MASK
-        # The stream stores it behind the copy of the tables, and behind what it follows.
+        # The stream stores it after the copy of the tables, and after streams that it follows.
         self._driver.write_value(self._stream_queue.stream, self._pinned + _POSTED, posted)
         self._posted = posted
 
@@ -149,9 +149,9 @@ class PersistentKernel(Launcher):
         self._driver.wait_value(self._stream_queue.stream, words, 1)
 
     def is_overdue(self, work: KernelWork) -> bool:
-        """The clock runs while a post lies there, and begins again with whatever the kernel does.
+        """Whether there are posts and the kernel made no progress for the job's time-out.
 
-        A layer ends within the job's own timeout; only a kernel that does not run is later.
+        A layer ends within the job's time-out; it is later only if the kernel does not run.
         """
         posted, consumed = int(self._posted_word[0]), self._consumed.tolist()
         progress, now_s = (id(work), posted, *consumed), time.monotonic()
@@ -164,7 +164,7 @@ class PersistentKernel(Launcher):
         now_s = time.monotonic()
         if not self._is_running or self._outstanding():
             self._quiet_since_s = now_s
-        # The holder of the lock is about to post.
+        # If the lock is taken, its holder is about to post.
         if now_s - self._quiet_since_s < self._rest_s or not self._stream_queue.lock.acquire(
             blocking=False
         ):
@@ -188,5 +188,5 @@ class PersistentKernel(Launcher):
 
 
 def _store_stop(word: npt.NDArray[np.uint32], tables: TableMemory) -> None:
-    """tables: whose memory the word lies in."""
+    """Tells the kernel to end.  tables: keeps the memory of the word."""
     word[0] = 1

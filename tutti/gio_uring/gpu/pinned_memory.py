@@ -1,4 +1,4 @@
-"""Host memory that a GPU reaches, and leases of staging memory that recycle without waiting."""
+"""Host memory that a GPU can access, and leases of parts of it that end without a callback."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _STUCK: list[object] = []
 
 
 def retain_until_exit(owner: object) -> None:
-    """Keeps an object and its memory until the process ends: a device may still use it."""
+    """Keeps an object and its memory until the process exits: a device may still use it."""
     _STUCK.append(owner)
 
 
 class PinnedMemory(Owned):
-    """Host memory registered with the driver until `close`, or until nothing has this object.
+    """Host memory registered with the driver until `close`, or until this object is collected.
 
-    Memory that other code has registered is accepted, except a `HostBuffer`: that is new, so the
-    driver knows its address from memory that was unmapped, and would use those pages.
+    Memory that other code has registered is accepted.  A `HostBuffer` is not: it is new, so the
+    driver's registration there is of unmapped memory, and the driver would use the old pages.
 
-    `address` is the host's, `device_address` the device's.  Holds the buffer.
+    address: of the host.  device_address: of the device.  References the buffer.
     """
 
     def __init__(self, driver: Driver, buffer: Any) -> None:
@@ -46,7 +46,7 @@ class PinnedMemory(Owned):
                 "unmapped, and a new buffer lies there now; restart the process",
                 call="cuMemHostRegister",
             )
-        #: Has the buffer too, which therefore is not unmapped before.
+        #: References the buffer, too, so that it is not unmapped before.
         self._unpin = finalize(self, _unregister, driver, buffer, self.address)
         self._unpin.atexit = False  # a kernel may still use it
         if not is_mine:
@@ -54,17 +54,17 @@ class PinnedMemory(Owned):
         self.device_address = driver.device_address(self.address)
 
     def to_device(self, address: int) -> int:
-        """Where the device finds a host address of this memory."""
+        """The device address of a host address in this memory."""
         assert self.address <= address < self.address + self.nbytes, "an address in this memory"
         return self.device_address + address - self.address
 
     def close(self) -> None:
-        """Unpins it if it was pinned here; a second call does nothing."""
+        """Unregisters the memory if it was registered here; a second call does nothing."""
         self._unpin()
 
 
 def _unregister(driver: Driver, buffer: Any, address: int) -> None:
-    """Unpins a buffer.  If that fails it stays mapped, so that no other comes to lie there."""
+    """Unregisters a buffer.  If that fails it stays mapped, so that its address is not reused."""
     try:
         driver.unregister_host(address)
     except BaseException:
@@ -74,10 +74,10 @@ def _unregister(driver: Driver, buffer: Any, address: int) -> None:
 
 @dataclass(eq=False)
 class LeaseOwner:
-    """Says when the parts that one transfer took come back.
+    """Decides when the leases of one transfer end.
 
-    Made before the first of them, so that whatever interrupts a transfer's start can decide on all.
-    is_free: whether they are unused.  owner: what keeps the memory mapped.
+    Made before the first lease, so that all of them can be released if the transfer's start is
+    interrupted.  is_free: returns whether they are unused.  owner: keeps the memory mapped.
     """
 
     owner: object = None
@@ -86,7 +86,7 @@ class LeaseOwner:
 
 @dataclass(frozen=True)
 class Lease:
-    """A part of a stretch of memory, until its owner reports that it is unused."""
+    """A part of an arena, leased until its owner reports that it is unused."""
 
     address: int
     nbytes: int
@@ -94,10 +94,10 @@ class Lease:
 
 
 class Arena:
-    """A stretch of memory handed out in parts.
+    """A range of memory that is leased in parts.
 
-    A part is free again when it is unused, which is checked when the next one is asked
-    for: no callback, and no CUDA call on anybody else's thread.
+    Owners are polled when the next lease is requested: there is no callback, and no CUDA call on
+    another thread.
     """
 
     def __init__(self, address: int, nbytes: int, what: str) -> None:
@@ -108,9 +108,9 @@ class Arena:
         self._leases: list[Lease] = []  # by address
 
     def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Lease:
-        """A part of `nbytes`; waits until there is one.
+        """Leases `nbytes`; waits until they are free.
 
-        Raises CapacityError when there can never be one, DeviceTimeout after the timeout.
+        Raises CapacityError if the arena is smaller, DeviceTimeout after the timeout.
         """
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if nbytes > self.nbytes:
@@ -131,7 +131,7 @@ class Arena:
         return lease
 
     def _try(self, nbytes: int, owner: LeaseOwner) -> Lease | None:
-        """The first gap that is long enough."""
+        """Leases the first gap that is long enough; None if there is none."""
         with self._lock:
             self._leases = [lease for lease in self._leases if not lease.owner.is_free()]
             start = self.address
@@ -149,14 +149,14 @@ class Arena:
 
     @property
     def in_use(self) -> int:
-        """How many parts are handed out."""
+        """Number of leases."""
         with self._lock:
             self._leases = [lease for lease in self._leases if not lease.owner.is_free()]
             return len(self._leases)
 
 
 class PinnedStaging(Owned):
-    """Pinned memory, on hugepages where it can be, that a controller may know too, in parts."""
+    """Pinned memory, on hugepages if possible, leased in parts; a controller may know it, too."""
 
     def __init__(self, driver: Driver, controller: NativeController | None, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -173,15 +173,15 @@ class PinnedStaging(Owned):
         self.arena = Arena(self.pinned.address, nbytes, "staging")
 
     def lend(self, controller: NativeController) -> DmaRegion:
-        """Its registration with a controller, for the caller to close.
+        """Registers it with a controller; the caller must close the region.
 
-        The first caller gets the one that it was made with, so both name the same controller.
+        The first call returns the region that this object was made with, of the same controller.
         """
         region, self._region = self._region, None
         return controller.register(self._buffer) if region is None else region
 
     def close(self) -> None:
-        """Frees the memory, which must be unused."""
+        """Frees the memory, which must not be in use."""
         self.pinned.close()
         self._unregister()
 
@@ -192,17 +192,17 @@ class PinnedStaging(Owned):
 
 @dataclass(frozen=True)
 class Tables:
-    """One job's tables: written at `address` in pinned memory, used at `device_address`."""
+    """One job's tables: written in pinned memory (host), used in device memory (device)."""
 
     host: Lease
     device: Lease
-    to_device: int  # from the pinned address to where the device finds it
+    to_device: int  # from a host address to its device address
 
 
 class TableMemory(Owned):
-    """Memory for the tables of kernels: pinned to write them in, on the device to use them in.
+    """Memory for the tables of kernels: pinned memory to write them, device memory to use them.
 
-    All of it is allocated at the start: allocating while a kernel waits may wait for the kernel.
+    All is allocated at the start: an allocation may wait for kernels, which may wait for this.
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
@@ -216,9 +216,9 @@ class TableMemory(Owned):
         self._arena = Arena(self._device, nbytes, "memory for tables")
 
     def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Tables:
-        """Room for `nbytes` on both sides; raises as `Arena.lease`.
+        """Leases `nbytes` in both memories; raises what `Arena.lease` raises.
 
-        With the second refused the first is the owner's all the same.
+        If the second lease fails, the first still belongs to the owner.
         """
         host = self._staging.arena.lease(nbytes, timeout_s, owner)
         device = self._arena.lease(nbytes, timeout_s, owner)
@@ -226,11 +226,11 @@ class TableMemory(Owned):
         return Tables(host, device, pinned.device_address - pinned.address)
 
     def upload(self, tables: Tables, nbytes: int, stream: int) -> None:
-        """Enqueues the copy of what was written."""
+        """Enqueues the copy of the tables to the device."""
         source = tables.host.address + tables.to_device
         self._driver.copy(tables.device.address, source, nbytes, stream)
 
     def close(self) -> None:
-        """Releases everything; no kernel may use it any more."""
+        """Frees all memory; no kernel may use it any more."""
         self._staging.close()
         self._driver.free(self._device)

@@ -1,8 +1,8 @@
-"""A queue: one direction of a GPU engine, with its streams, its staging and a queue of transfers.
+"""One direction of a GPU engine: its streams, its staging and a queue of transfers.
 
-Transfers go on the streams one after another, and layers by turns: a layer is always on the same
-stream, so that two transfers write it in their order.  A submitter puts the first layers of its
-transfer there; a thread of the queue puts the others, so that a submitter does not pay for all.
+Transfers are enqueued one after another; their layers alternate between the streams.  Layer l is on
+the same stream for all transfers, so that two transfers write it in order.  A submitter enqueues
+the first layers of its transfer; a thread of the queue enqueues the others.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tutti.gio_uring.layer_words import LayerWords
 
 _LOOK_S = 0.00005
 _LOOK_MOST_S = 0.0005
-#: Staging that one transfer may take of the whole, unless one page of its layers is longer.
+#: One transfer may use 1/_SHARE of the staging, or more if one page of a layer needs more.
 _SHARE = 2
-#: Cells of a transfer whose layers are longer than half its share: two move while two are read.
+#: Cells of a transfer whose layers exceed half its share: two are copied while two are read.
 _CELLS = 4
-#: Layers that a submitter puts on the stream itself.
+#: Layers that a submitter enqueues itself.
 FIRST_LAYERS = 2
-#: Driver calls that may be on the stream behind a wait for the medium.  A stream that is full
-#: blocks the calls of every thread.
+#: Most driver calls on the stream after a wait for the medium.  A full stream blocks the calls of
+#: every thread.
 CALLS_MAX = 768
 
 _log = logging.getLogger(__name__)
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls with growing pauses.  False after the timeout."""
+    """Polls with exponential backoff.  False after the timeout."""
     deadline = time.monotonic() + timeout_s
     pause_s = _LOOK_S
     while not is_done():
@@ -62,33 +62,33 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
 
 @dataclass(frozen=True)
 class StagedLayers:
-    """Staging of pages [first, last) of a transfer: its words, and a place for each layer.
+    """Staging of pages [first, last) of a transfer: its words, and the places of its layers.
 
-    starts: uint64 (layers,), where slice 0 of each layer lies for the host.  window: how many
-    layers have a place of their own.
+    starts: uint64 (layers,), host address of slice 0 of each layer.  window: number of places;
+    layer l + window reuses that of layer l.
     """
 
     words: LayerWords
     window: int
     starts: U64
-    to_device: int  # from the host's addresses to the device's
+    to_device: int  # added to host addresses, gives device addresses
     first: int = 0
     last: int = 0
 
     @property
     def device_words(self) -> int:
-        """Where the device finds the words."""
+        """Device address of the words."""
         return self.words.address + self.to_device
 
     @property
     def device_starts(self) -> U64:
-        """`starts` as the device addresses them."""
+        """`starts` as device addresses."""
         return self.starts + np.uint64(self.to_device)
 
 
 @dataclass(frozen=True)
 class Needed:
-    """Staging that a transfer needs.  stride: bytes from slice to slice, in whole blocks."""
+    """Staging that a transfer needs.  stride: bytes from slice to slice, a multiple of the LBA."""
 
     layers: int
     pages: int
@@ -96,16 +96,16 @@ class Needed:
     lba_nbytes: int
 
     def head_nbytes(self, chunks: int = 1) -> int:
-        """Bytes of the words of all chunks, with room to align what follows."""
+        """Bytes of the words of all chunks, with room for the alignment of slices."""
         return chunks * LayerWords.nbytes_of(self.layers) + self.lba_nbytes
 
     def staging_nbytes(self, layers: int) -> int:
-        """Staging in which two such transfers have places for so many layers each."""
+        """Bytes of staging in which two such transfers have places for `layers` layers each."""
         layers_nbytes = min(layers, self.layers) * self.pages * self.stride
         return _SHARE * -(-(self.head_nbytes() + layers_nbytes) // ALIGNMENT) * ALIGNMENT
 
     def layers_in(self, nbytes: int) -> int:
-        """Layers of all pages for which so much staging is enough, or 1 if it is not."""
+        """Number of layers, of all pages, that fit into `nbytes`; at least 1."""
         fitting = (nbytes - self.head_nbytes()) // max(1, self.pages * self.stride)
         return min(self.layers, max(1, fitting))
 
@@ -114,8 +114,8 @@ class Needed:
 class Cells:
     """Staging of a transfer whose layers go through it one after another, each in chunks.
 
-    Chunk c of layer l is number v = l * chunks + c, and lies in cell v % cells.  So staging holds
-    a few layers of many pages: every chunk of a layer comes before the next layer.
+    Chunk c of layer l has number v = l * chunks + c, and uses cell v % cells.  So staging holds
+    a few layers of many pages: all chunks of a layer precede the next layer.
     """
 
     chunks: list[StagedLayers]
@@ -123,34 +123,34 @@ class Cells:
 
     @property
     def layers(self) -> int:
-        """Layers of the transfer."""
+        """Number of layers of the transfer."""
         return self.chunks[0].words.layers
 
     def granted(self, chunk: int) -> int:
-        """Layers of a chunk whose cells are free from the start."""
+        """Number of layers of a chunk whose cells are free initially."""
         return len(range(chunk, min(self.cells, self.layers * len(self.chunks)), len(self.chunks)))
 
     def next_user(self, layer: int, chunk: int) -> tuple[int, int] | None:
-        """(chunk, layer) of the number that uses the cell of this one next; None for none."""
+        """(chunk, layer) that uses this one's cell next; None if there is none."""
         number = layer * len(self.chunks) + chunk + self.cells
         after, its_chunk = divmod(number, len(self.chunks))
         return (its_chunk, after) if after < self.layers else None
 
 
 class Feed(Protocol):
-    """What goes on the stream in turn."""
+    """An item of the queue."""
 
     def put_next(self, parts: int) -> bool:
-        """Puts its next parts on the stream, so many at most and one at least, under the queue's
-        lock; whether nothing is left.
+        """Enqueues its next parts, at least one and at most ``parts``, under the queue's lock;
+        returns whether none is left.
         """
 
     def is_far_ahead(self) -> bool:
-        """Whether so much is behind a wait that the next part has to wait, too."""
+        """Whether the next part must wait, because of the calls that are enqueued after a wait."""
 
 
 class _Follow:
-    """A wait for another stream, between transfers."""
+    """A wait for another stream, queued between transfers."""
 
     def __init__(self, queue: StreamQueue, event: int) -> None:
         self._queue, self._event = queue, event
@@ -167,9 +167,9 @@ class _Follow:
 
 
 class StreamQueue(Owned):
-    """One direction: streams, their staging, and one transfer after another on them.
+    """One direction: streams, their staging, and the transfers that are enqueued one after another.
 
-    streams: to use, or how many to create.
+    streams: the streams to use, or the number of streams to create.
     """
 
     def __init__(
@@ -197,30 +197,30 @@ class StreamQueue(Owned):
             undo.callback(self.staging.close)
             self.events = EventPool(driver)
             undo.pop_all()
-        self.lock = threading.Lock()  # keeps what one transfer enqueues together
-        self._feeds: deque[Feed] = deque()  # the first is being put on the stream
-        #: Why the streams are lost or not ordered behind another one; nothing may follow on them.
+        self.lock = threading.Lock()  # so that transfers do not interleave
+        self._feeds: deque[Feed] = deque()  # the first one is being enqueued
+        #: Why the streams are lost, or do not follow another stream; nothing is enqueued then.
         self.failure: TuttiError | None = None
         self._watched: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self._feeder: threading.Thread | None = None
         self.first_layers = FIRST_LAYERS
-        self.layers = 0  # put on the stream since the queue was opened
+        self.layers = 0  # enqueued since the queue was opened
 
     @property
     def stream(self) -> int:
-        """The first one."""
+        """The first stream."""
         return self.streams[0]
 
     def stream_of(self, layer: int) -> int:
-        """The stream of a layer of every transfer."""
+        """The stream of a layer, the same for all transfers."""
         return self.streams[layer % len(self.streams)]
 
     def are_streams_done(self) -> bool:
-        """Whether nothing is on the streams."""
+        """Whether the streams are idle."""
         return all(self.driver.is_stream_done(stream) for stream in self.streams)
 
     def follow(self, stream: int) -> None:
-        """Transfers given to the queue from now on run after all that is on `stream` by now."""
+        """Orders transfers queued from now on after the work that is on `stream` now."""
         with self.lock:
             events: list[int] = []
             self.events.acquire(1, events)
@@ -228,7 +228,7 @@ class StreamQueue(Owned):
             self._feed(_Follow(self, events[0]), 1)
 
     def feed(self, transfer: Feed, parts: int) -> None:
-        """Puts so many parts of a transfer on the stream, unless others wait; the rest later."""
+        """Enqueues `parts` parts of a transfer, unless others wait; a thread enqueues the rest."""
         with self.lock:
             self._feed(transfer, parts)
 
@@ -240,7 +240,7 @@ class StreamQueue(Owned):
         self._start()
 
     def watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
-        """Calls `then` on the queue's thread once `is_over()`, which waits for nothing."""
+        """Calls `then` on the queue's thread once `is_over()`, which must not block."""
         with self.lock:
             self._watched.append((is_over, then))
             self._start()
@@ -251,7 +251,7 @@ class StreamQueue(Owned):
             self._feeder.start()
 
     def _run(self) -> None:
-        """Puts what waits on the stream, tells of what ended, and ends."""
+        """Enqueues waiting transfers and calls back for watched ones, until there are none."""
         is_over = False
         while not is_over:  # bounded by what is fed and watched
             rests = False
@@ -265,16 +265,16 @@ class StreamQueue(Owned):
                     self._feeder, is_over = None, True
             for watched in ended:
                 watched[1]()
-                with self.lock:  # only now, as the queue is idle without it
+                with self.lock:  # only now, because is_idle checks it
                     if watched in self._watched:
                         self._watched.remove(watched)
             if rests:
                 time.sleep(_LOOK_MOST_S)
 
     def _step(self, first: Feed) -> bool:
-        """Puts the next parts of the first on the stream; whether they have to wait.
+        """Enqueues the next parts of the first item; returns whether they have to wait.
 
-        After a failure it goes on there no more, and its waiters get the error.
+        After a failure nothing more is enqueued, and its waiters get the error.
         """
         is_lost = is_over = self.failure is not None
         try:
@@ -289,21 +289,21 @@ class StreamQueue(Owned):
         return False
 
     def is_idle(self) -> bool:
-        """Whether nothing is on the stream, nor waits to be put there."""
+        """Whether the streams are idle, and nothing is queued or watched."""
         return not (self._feeds or self._watched) and self.are_streams_done()
 
     def stage(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> StagedLayers:
-        """Staging for all pages of a transfer: all of its layers, or a share's worth.
+        """Staging for all pages of a transfer: for all layers, or as many as fit into its share.
 
-        Raises CapacityError when one layer does not fit, DeviceTimeout when none comes free.
+        Raises CapacityError if one layer does not fit, DeviceTimeout if none becomes free.
         """
         share = self.staging.nbytes // _SHARE
         return self._cells(needed, 1, needed.layers_in(share), timeout_s, owner).chunks[0]
 
     def stage_reads(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> Cells:
-        """As `stage`, for any number of pages: cut into chunks where two layers do not fit.
+        """As `stage`, for any number of pages: layers are split into chunks if two do not fit.
 
-        Raises CapacityError when one page of a layer does not fit, DeviceTimeout when none comes
+        Raises CapacityError if one page of a layer does not fit, DeviceTimeout if none becomes
         free.
         """
         share = self.staging.nbytes // _SHARE
@@ -317,12 +317,12 @@ class StreamQueue(Owned):
         return self._cells(needed, chunks, cells, timeout_s, owner)
 
     def stage_writes(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> Cells:
-        """As `stage`, with a place for every layer where the whole staging has them."""
+        """As `stage`, with a place for every layer if the whole staging suffices for that."""
         cells = needed.layers_in(self.staging.nbytes)
         return self._cells(needed, 1, cells, timeout_s, owner)
 
     def check_page(self, needed: Needed) -> None:
-        """Raises CapacityError where not even one page of a layer has room: no transfer would."""
+        """Raises CapacityError if not even one page of a layer fits."""
         nbytes = needed.head_nbytes() + needed.stride
         if nbytes > self.staging.nbytes:
             raise CapacityError(
@@ -332,7 +332,7 @@ class StreamQueue(Owned):
             )
 
     def pages_max(self, needed: Needed) -> int:
-        """Pages whose layers all fit into one transfer's share of the staging; at least 1."""
+        """Number of pages whose layers all fit into a transfer's share of staging; at least 1."""
         share = self.staging.nbytes // _SHARE - needed.head_nbytes()
         return max(1, share // (needed.layers * needed.stride))
 
@@ -360,7 +360,8 @@ class StreamQueue(Owned):
         return Cells(made, cells)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the stream and frees everything; DeviceTimeout keeps it all instead."""
+        """Waits for the streams and frees everything.  Keeps it until exit and raises DeviceTimeout
+        if they do not end."""
         is_over = False
         try:
             is_over = wait_until(self.is_idle, timeout_s)

@@ -1,8 +1,8 @@
-"""Digests of pages in GPU memory: a kernel compares or computes them where the pages lie.
+"""Digests of pages in GPU memory: a kernel compares or computes them in place.
 
-After the copies of a read, so a damaged slice is known before its layer is released, with what the
-copies did to it.  Beside the copies of a write, so the digest is that of the page, whatever the
-copies do.  No processor of the host reads the bytes.
+For a read it runs after the copies: damage, also by the copies, is known before the layer is
+released.  For a write it reads the pages themselves, so that the digest does not depend on the
+copies.  The CPU does not read the bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 
 TABLES_NBYTES = 16 * MiB
-#: Of tables that are not digests: pages, statuses, bases and words, at most.
+#: Upper bounds for tables without digests: per page, per layer, and per transfer.
 _PAGE_NBYTES, _LAYER_NBYTES, _HEAD_NBYTES = 8, 256, 4096
 _DIGEST_NBYTES = 8
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Pages of GPU memory and their digests, uint64 (pages, layers): of a read, which may be filled
-    later; of a write, to be filled.
+    """Pages of GPU memory and their digests, uint64 (pages, layers).  A read's may be filled later;
+    a write's are filled by the verification.
     """
 
     opcode: int
@@ -43,9 +43,9 @@ class Expected:
 class Verifier(Owned):
     """The kernel `gio_verify`, and memory for its tables.
 
-    tables_nbytes: of those of reads and of those of writes: two at once have a place there; the
-    digests of longer ones are compared by the host.  blocks: of the kernel, which bounds the
-    multiprocessors it takes.
+    tables_nbytes: memory for the tables of reads, and again of writes; each must fit twice, or
+    the host handles the digests.  blocks: number of blocks of the kernel, which limits the
+    multiprocessors it uses.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Verifier(Owned):
 
     @staticmethod
     def tables_nbytes(pages: int, layers: int) -> int:
-        """Tables of two transfers of so many pages."""
+        """Bytes of the tables of two transfers of this size."""
         nbytes = pages * (_PAGE_NBYTES + layers * _DIGEST_NBYTES) + layers * _LAYER_NBYTES
         return 2 * (nbytes + _HEAD_NBYTES)
 
     def prepare(self, expected: Expected, owner: LeaseOwner) -> Verification | None:
-        """A verification of one transfer; None where its tables are too long."""
+        """A verification of one transfer; None if its tables are too large."""
         if self.tables_nbytes(*expected.digests.shape) > self._nbytes:
             return None
         request = BatchRequest(
@@ -92,13 +92,13 @@ class Verifier(Owned):
         )
 
     def close(self) -> None:
-        """Frees the tables; nothing may use them any more."""
+        """Frees the tables, which must not be in use."""
         self._of_reads.close()
         self._of_writes.close()
 
 
 class Verification:
-    """The digests of one transfer.  computes: those of a write, else a read's are compared."""
+    """The digests of one transfer.  computes: True for a write; a read's digests are compared."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class Verification:
         self.words: LayerWords = batch.words
 
     def refresh(self) -> None:
-        """The digests are filled now.  A cancelled read is verified by then: nothing else is
-        written.
+        """Copies the digests, which are filled now, to the tables in pinned memory, and nothing
+        else: a cancelled read may have been verified already.
         """
         self._batch.digests()[:] = self._digests
 
     def upload(self, stream: int) -> None:
-        """Enqueues the copy of its tables to the device."""
+        """Enqueues the copy of the tables to the device."""
         self._batch.copy_up(stream)
 
     def put_layer(self, layer: int, stream: int) -> None:
-        """Enqueues the kernel of one layer; a read's is copied by then."""
+        """Enqueues the kernel for one layer; a read's copies must have been enqueued before."""
         launch_layer(
             self._driver, self._function, self._batch, layer, stream, self._blocks, publish=1
         )
 
     def put_outcome(self, stream: int) -> None:
-        """Enqueues what became of all layers, whose kernels have ended by then."""
+        """Enqueues the copy of the outcome of all layers, after their kernels."""
         batch, driver = self._batch, self._driver
         if self._computes:
             batch.download_digests(driver, stream)
@@ -141,16 +141,16 @@ class Verification:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome of all layers is there."""
+        """Whether the outcome of all layers is known."""
         return bool(self.words.moved)
 
     def is_wrong(self, layers: int) -> bool:
-        """Whether one of the first layers, which are released, has a slice that is damaged."""
+        """Whether one of the first `layers` layers, which must have ended, has a damaged slice."""
         return any(self.words.status(layer) for layer in range(layers))
 
     def status(self) -> U32:
-        """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; once it is over.  Fills the digests of a
-        write.
+        """uint32 (pages,), 0 or `STATUS_DIGEST_MISMATCH`; only after the end.  Fills the digests of
+        a write.
         """
         if self._computes:
             self._digests[:] = self._batch.digests()
