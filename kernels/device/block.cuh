@@ -1,7 +1,7 @@
 // What the kernels need of a block of threads: shared memory, a clock, a way to wait.
 //
-// Compiled by NVRTC for the GPU, and by g++ over a header that defines CUDA's words on fibers,
-// which comes first there.
+// Compiled by NVRTC for the GPU, and by g++ for tests, after a header that implements CUDA's
+// built-ins on fibers.
 #pragma once
 
 #include "gio_uring/atomics.h"
@@ -9,7 +9,7 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GIO_SHARED(type, name) __shared__ type name
 #define GIO_UNROLL _Pragma("unroll")
-// For what is rare and long: one copy in a kernel instead of one for each caller.
+// For long functions that run rarely: one copy per kernel instead of one per caller.
 #define GIO_CALLED __device__ __noinline__
 #else
 #define GIO_UNROLL
@@ -36,7 +36,7 @@ GIO_HD u64 now_ns() {
 #endif
 }
 
-// When to give up.  A deadline beyond the clock's range never comes.
+// The deadline of a wait, by the GPU's clock.  One beyond the clock's range is never reached.
 GIO_HD u64 deadline_after(u64 timeout_ns) {
   const u64 now = now_ns();
   return now + timeout_ns < now ? ~0ull : now + timeout_ns;

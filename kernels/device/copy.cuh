@@ -1,9 +1,9 @@
-// Moving bytes by a warp: 16 bytes a lane where everything is aligned, else 4 or 1, several of them
-// at once, and never through a path that is not coherent.
+// Moves bytes by a warp: 16 bytes per lane if everything is aligned, else 4 or 1, with several
+// loads in flight per lane, and only through coherent paths.
 //
-// Readers of staging that another processor wrote have acquired a CQE that it released, or start
-// after it in the stream's own order.  Loads here are weak and come after that in program order or
-// behind a barrier.
+// A reader of staging that another processor wrote has acquired a CQE that the writer released, or
+// starts after the writer in stream order.  The loads here are weak, and follow that in program
+// order or after a barrier.
 #pragma once
 
 #include "block.cuh"
@@ -39,7 +39,7 @@ GIO_HD void store_unit(u64 address, const Unit& v) {
   *at<Unit>(address) = v;
 }
 
-// Loads that a lane has under way at once: PCIe answers after a microsecond.
+// Loads in flight per lane: a load over PCIe takes about a microsecond.
 constexpr u32 kLoadsInFlight = 8;
 
 template <typename Unit>
@@ -58,7 +58,7 @@ GIO_HD void warp_copy_units(u64 to, u64 from, u32 nbytes) {
   }
 }
 
-// Copies between memory that does not overlap, by the whole warp.
+// Copies between ranges that do not overlap, by the whole warp.
 GIO_HD void warp_copy(u64 to, u64 from, u32 nbytes) {
   const u64 bits = to | from | nbytes;
   if ((bits & (sizeof(Quad) - 1)) == 0) {

@@ -1,10 +1,10 @@
-// XXH3-64 of one slice by one warp, and the copy of the slice in the same pass; the comparison
+// XXH3-64 of one slice by one warp, with the copy of the slice in the same pass, and the comparison
 // with the recorded digest.
 //
-// A block of 1024 bytes is 16 stripes of 8 accumulators.  Within a block the stripes only add up,
-// so four lanes take a stripe's eight words, eight stripes go at once, and sums over the stripes
-// are exchanged before the scramble (xxHash, doc/xxhash_spec.md, section "XXH3 Algorithm
-// Overview").
+// A block of 1024 bytes is 16 stripes of 8 accumulators.  Within a block the stripes are only added
+// up.  So four lanes take the eight words of a stripe, the warp takes eight stripes at a time, and
+// the sums over the stripes are exchanged before the scramble (xxHash, doc/xxhash_spec.md, section
+// "XXH3 Algorithm Overview").
 #pragma once
 
 #include "copy.cuh"
@@ -13,13 +13,13 @@
 
 namespace gio {
 
-// Which way the bytes of a slice go.
+// Direction of a slice's copy; kInPlace: no copy.
 enum class Way : u32 { kToPages, kToStaging, kInPlace };
 
-// One slice as a string of bytes: where they come from and where they go.  A side is the slice's
-// page, where the string lies in segments, or staging, where it is one piece.
+// One slice as a string of bytes, with its source and its target.  One is the slice's page, where
+// the string is split into segments, the other is staging, where it is contiguous.
 struct Slice {
-  // Addresses of the string's byte 0, as if each segment began there.
+  // By segment: the address of the segment minus its offset in the string.
   u64 sources[kSegmentsMax];
   u64 targets[kSegmentsMax];
   u32 end[kSegmentsMax];  // where the segment ends in the string
@@ -48,7 +48,8 @@ struct Slice {
   GIO_HD u64 source(u32 position) const { return place(sources, position); }
   GIO_HD u64 target(u32 position) const { return place(targets, position); }
 
-  // Whether the string is whole units of so many bytes, a power of two, aligned on both sides.
+  // Whether the string consists of whole units of `unit` bytes (a power of two), aligned on both
+  // sides.
   GIO_HD bool has_units_of(u32 unit) const {
     u64 bits = 0;
     GIO_UNROLL
@@ -57,7 +58,7 @@ struct Slice {
   }
 
  private:
-  // Selects, and no branch: the loads of a tile follow one another at once.
+  // Uses selects, not branches, so that the loads of a tile are issued back to back.
   GIO_HD u64 place(const u64* origins, u32 position) const {
     u64 origin = origins[kSegmentsMax - 1];
     GIO_UNROLL
@@ -66,7 +67,7 @@ struct Slice {
   }
 };
 
-// 16 bytes of the string: the two words that one lane takes of a stripe.
+// 16 bytes of the string: the two words of a stripe that one lane processes.
 struct Words {
   u64 even, odd;
 };
@@ -75,7 +76,7 @@ GIO_HD Words words_of(const Quad& quad) {
   return {quad.x | static_cast<u64>(quad.y) << 32, quad.z | static_cast<u64>(quad.w) << 32};
 }
 
-// The secret's two words of a lane at a place in the secret.
+// A lane's two words of the secret, from `offset` on.
 GIO_HD Words secret_at(u32 offset) {
   return {tutti::xxh3_secret64(offset), tutti::xxh3_secret64(offset + 8)};
 }
@@ -85,7 +86,7 @@ GIO_HD void add_words(Words* sum, const Words& data, const Words& secret) {
   sum->odd = tutti::xxh3_round(sum->odd, data.odd, data.even, secret.odd);
 }
 
-// Adds up the lanes that are a multiple of four apart.
+// Sums over the lanes with the same lane index modulo four.
 GIO_HD Words across_stripes(Words sum) {
   GIO_UNROLL
   for (u32 apart = 4; apart < kLanes; apart *= 2) {
@@ -100,15 +101,14 @@ constexpr u32 kDigestHalfNbytes = kDigestBlockNbytes / 2;
 constexpr u32 kDigestTileNbytes = kLoadsInFlight * kDigestHalfNbytes;
 static_assert(kDigestBlockNbytes == 64 * tutti::kXxh3StripesPerBlock, "16 stripes");
 
-// A value of the lane's own that is read from constant memory once.  The compiler would read it
-// again for every block, which makes lanes that want different words wait for one another; what
-// came from a shuffle it has to keep.
+// Keeps a lane's words of constant memory in registers, by a shuffle.  Otherwise the compiler would
+// read them again for every block, and reads of different words by the lanes are serialized.
 GIO_HD Words kept(const Words& words) {
   return {__shfl_sync(kAllLanes, words.even, lane_index()),
           __shfl_sync(kAllLanes, words.odd, lane_index())};
 }
 
-// The lane's part of the accumulators, for strings of more than 240 bytes.
+// A lane's part of the accumulators, for strings of more than 240 bytes.
 struct LaneDigest {
   Words total;
   Words secret[2];  // of the two halves of a block
@@ -123,7 +123,7 @@ struct LaneDigest {
     scramble = kept(secret_at(tutti::kXxh3ScrambleOffset + pair));
   }
 
-  // A block, or what there is of the last one: `left` whole stripes.
+  // Adds a block, or the `left` whole stripes of the last one.
   GIO_HD void add_block(const Quad& low, const Quad& high, u32 left) {
     const u32 stripe = lane_index() / 4;
     Words sum = {0, 0};
@@ -137,7 +137,7 @@ struct LaneDigest {
     total.odd = (total.odd ^ (total.odd >> 47) ^ scramble.odd) * tutti::kXxh3Prime32A;
   }
 
-  // The last 64 bytes, whatever of them was a stripe already, and the end.
+  // Adds the last 64 bytes, which may overlap stripes already added, and returns the digest.
   GIO_HD u64 finish(const Quad& last, u32 nbytes) {
     const u32 pair = 16 * (lane_index() % 4);
     add_words(&total, words_of(last), secret_at(tutti::kXxh3LastStripeOffset + pair));
@@ -149,13 +149,13 @@ struct LaneDigest {
   }
 };
 
-// A string of more than 240 bytes, 16 bytes a lane: all loads of four blocks, then the copies, then
-// the sums.
+// Digest of a string of more than 240 bytes, with 16 bytes per lane: all loads of four blocks come
+// first, then the stores of the copy, then the sums.
 GIO_HD u64 warp_digest_quads(const Slice& slice) {
   const u32 offset = kLanes / 2 * lane_index();
   const u32 stripes = (slice.nbytes - 1) / tutti::kXxh3StripeBytes;
-  // A quad of the last stripe.  What would be beyond the string's end is this one once more, which
-  // no stripe takes: no branch comes between a tile's loads, nor between its stores.
+  // A quad of the last stripe.  Loads beyond the string's end are replaced by this one, which no
+  // stripe uses: so there is no branch between a tile's loads, nor between its stores.
   const u32 end = slice.nbytes - tutti::kXxh3StripeBytes + offset % tutti::kXxh3StripeBytes;
   const Quad last = load_unit<Quad>(slice.source(end));  // under way with those of the first tile
   LaneDigest digest(lane_index());
@@ -183,7 +183,7 @@ GIO_HD u64 warp_digest_quads(const Slice& slice) {
 
 constexpr u32 kWarpsMax = kBlockThreadsMax / kLanes;
 
-// A block of a string whose bytes lie anyhow, for each warp.
+// By warp: a buffer for a block of a string of any alignment.
 struct Gathered {
   alignas(16) u8 bytes[kWarpsMax][kDigestBlockNbytes];
 };
@@ -209,7 +209,7 @@ GIO_HD void warp_gather_units(const Slice& slice, u8* bytes, u32 from, u32 to, b
   }
 }
 
-// Gathers bytes `from` to `to` of the string; they are copied on the way.
+// Gathers bytes [from, to) of the string into `bytes`, and copies them if passes_on.
 GIO_HD void warp_gather(const Slice& slice, u8* bytes, u32 from, u32 to, bool passes_on) {
   if (slice.has_units_of(sizeof(u32))) {
     warp_gather_units<u32>(slice, bytes, from, to, passes_on);
@@ -227,7 +227,7 @@ GIO_HD Quad gathered_quad(const u8* bytes, u32 position) {
   return *reinterpret_cast<const Quad*>(bytes + position);
 }
 
-// Any string, through the block's own memory.
+// Digest of any string, through shared memory.
 GIO_HD u64 warp_digest_bytes(const Slice& slice) {
   GIO_SHARED(Gathered, gathered);
   u8* bytes = gathered.bytes[warp_index()];
@@ -258,15 +258,15 @@ GIO_HD u64 warp_digest_bytes(const Slice& slice) {
   return hash;
 }
 
-// The digest of a slice, moved on the way; every lane has it.
+// Moves a slice and returns its digest to every lane.
 GIO_HD u64 warp_digest(const Slice& slice) {
   const bool is_long = slice.nbytes > tutti::kXxh3MidBytesMax;
   return is_long && slice.has_units_of(sizeof(Quad)) ? warp_digest_quads(slice)
                                                      : warp_digest_bytes(slice);
 }
 
-// Compares the digest of a slice that was read with the one recorded, `kept`; records that of one
-// that was written.  False: they differ.
+// For a read, compares the digest with the recorded one, *kept: false if they differ.  For a write,
+// records it.
 GIO_HD bool digest_settles(u64* kept, u64 digest, bool is_read) {
   if (!is_read) *kept = digest;
   return *kept == digest;

@@ -1,24 +1,24 @@
-// What the kernels of kernels.cu take: plain data that the host fills once per batch, for all
+// Parameters of the kernels in kernels.cu: plain data that the host fills once per batch, for all
 // layers.  Mirrored by tutti/gio_uring/gpu/parameters.py; a test compares the layouts.
 //
-// Entry points, all `extern "C" __global__ void`.  Of each pair, _word rings a word in pinned
-// memory (a controller made of software), _mmio a register in a mapped BAR page (a drive):
+// Entry points, all `extern "C" __global__ void`.  Of each pair, _word rings a doorbell in pinned
+// memory (a software controller), _mmio one in a mapped BAR page (a drive):
 //
 //   gio_submit_word, gio_submit_mmio     (const Batch*, u32 layer)
-//       <<<n_shares, 32>>>  sends the layer's commands, as many as there are CIDs for, and ends.
-//       May run a layer ahead, before the drain of the layer before, where each share has a queue
-//       of its own; it then sends nothing while that layer is not sent in full.
+//       <<<n_shares, 32>>>  submits the layer's commands, as many as there are CIDs for, and ends.
+//       May run one layer ahead, before the drain of the layer before, if each share has a queue
+//       of its own; it then submits nothing unless that layer was submitted in full.
 //   gio_drain_word, gio_drain_mmio       (const Batch*, u32 layer, u32 publish)
-//       <<<n_shares, 32>>>  sends what is left, polls until every command ended or the deadline.
+//       <<<n_shares, 32>>>  submits the rest, and polls until every command ended or the deadline.
 //   gio_resident_word, gio_resident_mmio (const Batch*, u32 layer, u32 publish)
-//       <<<n_shares, 32 to 256>>>  both in one, and moves slices: reads to their pages as their
-//       commands end, writes to staging before theirs are sent.
+//       <<<n_shares, 32 to 256>>>  does both, and moves slices: those of reads to their pages as
+//       commands end, those of writes to staging before their commands are submitted.
 //   gio_move                             (const Batch*, u32 layer, u32 publish)
-//       <<<any, 32 to 256>>>  staging -> pages for reads, pages -> staging for writes, digests on
-//       the way where the batch has them.
+//       <<<any, 32 to 256>>>  staging -> pages for reads, pages -> staging for writes; also
+//       computes or compares digests if the batch has them.
 //   gio_verify                           (const Batch*, u32 layer, u32 publish)
-//       <<<any, 32 to 256>>>  digests of the slices where they lie: compared for reads, computed
-//       for writes.
+//       <<<any, 32 to 256>>>  digests of slices in place: compares those of reads, computes those
+//       of writes.
 //   gio_persistent_word, gio_persistent_mmio (const Mailbox*)
 //       <<<n_shares, 32 to 256>>>  gio_resident for every post of the mailbox, until told to stop.
 //
@@ -28,14 +28,14 @@
 //   write, directly        [verify] submit drain         write, staged      move submit drain
 //   either                 resident                      staged by the host's engine   move
 //
-// The last kernel of a layer is given publish = 1: when its last block has finished, it stores the
-// first error of the layer to `flags[layer].status` and releases `flags[layer].ready`.  A deadline
-// is an error like any other: no wait is without end, and waiters on the flag are released.
+// The last kernel of a layer is launched with publish = 1: its last block stores the first error of
+// the layer to `flags[layer].status` and releases `flags[layer].ready`.  A missed deadline is an
+// error like any other: every wait is bounded, and waiters on the flag are released.
 //
-// After a deadline a command keeps its CID, and the device may still write where the command says.
-// `tallies[layer].owned` counts such commands; where it is not 0, memory and CIDs are free again
-// only after the controller was reset.  A block one of whose commands was late sends nothing more
-// in later layers, and gives them up at once.
+// After its deadline a command keeps its CID, and the device may still write to its memory.
+// `tallies[layer].owned` counts such commands; if it is not 0, memory and CIDs become free only by
+// a reset of the controller.  A block with a late command submits nothing in later layers, and
+// fails them at once.
 #pragma once
 
 #include "gio_uring/iocb.h"
@@ -60,14 +60,14 @@ static_assert(sizeof(QueueShare) == 40, "layout shared with Python");
 
 constexpr u32 kRunPending = 0xffffffffu;
 
-// Where one run's command stands.  All bits set, as memset leaves them: not sent.
+// State of one run's command.  All bits set (the host's initial value): not submitted.
 struct RunState {
   u32 cid;     // kNoCid, or the CID that it holds
   u32 status;  // kRunPending, or the command's Status; kTimedOut is final, also when the CQE comes
 };
 static_assert(sizeof(RunState) == 8, "layout shared with Python");
 
-// What the blocks of a layer add up among themselves, in device memory.  Zeroed by the host.
+// Sums over the blocks of a layer, in device memory.  Zeroed by the host.
 struct LayerTally {
   u32 arrived;  // blocks of the publishing kernel that have finished; 0 again afterwards
   u32 status;   // the first error, or 0
@@ -76,7 +76,7 @@ struct LayerTally {
 };
 static_assert(sizeof(LayerTally) == 16, "layout shared with Python");
 
-// Where slices lie as the kernels address them.  The slice of pages[i] in layer l is staged at
+// Locations of slices, in the kernels' addresses.  The slice of pages[i] in layer l is staged at
 // staged_bases[l] + i * staged_stride, its segments one after another.
 struct SliceTable {
   u64 paged;         // Iocb of the pages: pages, bases, segments, opcode, slice_nlb and lba_shift
@@ -108,9 +108,9 @@ struct Post {
 };
 static_assert(sizeof(Post) == 16, "layout shared with Python");
 
-// The persistent kernel's orders: words in pinned memory, each with one writer.  `stop` is the
-// host's, consumed[b] is block b's.  `posted` is stored once the tables of the new
-// posts are on the device: the stream that copied them.
+// Mailbox of the persistent kernel: words in pinned memory, each with one writer.  The host writes
+// `stop`, and block b writes consumed[b].  `posted` is written by the stream that copied the tables
+// of the new posts to the device, after that copy.
 struct Mailbox {
   u64 posts;            // Post[capacity]; post n lies at n % capacity
   u64 posted;           // u32*: how many posts there are, released after the post was written

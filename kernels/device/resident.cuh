@@ -1,11 +1,11 @@
-// Blocks that stay: warp 0 works the queue, all warps move slices (persistent_run: of all layers).
+// Resident blocks: warp 0 serves the queue, all warps move slices.  persistent_run does all layers.
 #pragma once
 
 #include "slices.cuh"
 
 namespace gio {
 
-// What warp 0 tells the block after each look at the queue.
+// Work that warp 0 gives to the block after each poll of the queue.
 struct Board {
   static constexpr u32 kRunsMax = 64;
   u32 goes_on;
@@ -14,7 +14,7 @@ struct Board {
   u32 runs[kRunsMax];  // of the share, to be moved or digested now
 };
 
-// Warp 0's view of a share.
+// Warp 0's state of a share.
 struct Resident {
   LayerShare layer_share;
   u64 deadline;
@@ -49,7 +49,7 @@ GIO_HD u32 list_runs(Board* board, u32 first, u32 end) {
   return n;
 }
 
-// Takes completions, sends, gives up at the deadline; lists what the block has to move.
+// Takes completions, submits, times out at the deadline; lists the runs that the block must move.
 template <typename Doorbell>
 GIO_HD void plan_moves(Resident* resident, Board* board) {
   resident->gathered = resident->listed;  // a barrier ago: the doorbell's release covers it
@@ -76,7 +76,7 @@ GIO_HD void plan_moves(Resident* resident, Board* board) {
   board->goes_on = !resident->over || (resident->digests && resident->n_runs != 0);
 }
 
-// All parts are in place: lists runs so that the slices are digested that no run holds whole.
+// When all parts have arrived: lists the runs whose slices are split over runs, for their digests.
 GIO_HD void plan_split(Resident* resident, Board* board, u32* next) {
   const u32 n = list_runs(board, *next, resident->n_runs);
   *next += n;
@@ -114,13 +114,13 @@ GIO_HD void resident_layer(const Batch* batch, u32 layer) {
   }
 }
 
-// What the block does next, as thread 0 read it.
+// The block's next step, as thread 0 read it.
 struct Order {
   u32 goes_on;
   Post post;
 };
 
-// Waits for post `next`, for the word to stop, or for the idle time to pass.
+// Waits for post `next`, for the stop word, or until the idle time-out.
 GIO_HD void await_post(const Mailbox& box, u32 next, Order* order) {
   const u64 deadline = deadline_after(box.idle_timeout_ns);
   Backoff backoff;
@@ -135,7 +135,7 @@ GIO_HD void await_post(const Mailbox& box, u32 next, Order* order) {
   if (order->goes_on != 0) order->post = at<Post>(box.posts)[next & (box.capacity - 1)];
 }
 
-// Resident across layers.  `consumed` is where a former kernel of the same mailbox stopped.
+// Resident across layers.  `consumed` is where an earlier kernel of the same mailbox stopped.
 template <typename Doorbell>
 GIO_HD void persistent_run(const Mailbox& box) {
   GIO_SHARED(Order, order);

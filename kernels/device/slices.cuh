@@ -1,4 +1,4 @@
-// Moving the slices of a layer, by the warps of one block or of a grid; digest.cuh compares them.
+// Moves the slices of a layer by the warps of one block or of a grid, with digests by digest.cuh.
 #pragma once
 
 #include "digest.cuh"
@@ -6,8 +6,8 @@
 
 namespace gio {
 
-// Slices that are only copied are cut into pieces of this size, so that few long ones keep all
-// warps busy.
+// Slices that are only copied are split into pieces of this size, so that a few long slices keep
+// all warps busy.
 constexpr u32 kPieceNbytes = 16384;
 
 // One layer's slices.
@@ -41,12 +41,12 @@ struct SliceWork {
   GIO_HD u64 staged(u32 index) const {
     return is_staged() ? staging + index * table->staged_stride : 0;
   }
-  // How many pieces a slice is cut into; a digest needs it whole.
+  // Number of pieces of a slice; one if it has a digest.
   GIO_HD u32 pieces() const {
     return has_digests() ? 1 : (nbytes + kPieceNbytes - 1) / kPieceNbytes;
   }
-  // Whether an earlier step gave the page up.  What is written is moved all the same: its command
-  // takes what then lies in staging.
+  // Whether an earlier step failed the page.  Slices of writes are moved anyway, because their
+  // commands write the content of staging in any case.
   GIO_HD bool is_lost(u32 index) const {
     const u64 statuses = reads() ? table->page_status : 0;
     return statuses != 0 && own_load(&at<u32>(statuses)[index]) != 0;
@@ -57,7 +57,7 @@ GIO_HD void lose_page(const SliceWork& work, u32 index, u32 status) {
   if (work.table->page_status != 0) set_if_zero(&at<u32>(work.table->page_status)[index], status);
 }
 
-// One lane compares a read slice's digest, or keeps a written one's.
+// One lane compares the digest of a read slice, or stores that of a written one.
 GIO_HD void settle_digest(const SliceWork& work, u32 index, u64 digest) {
   const u64 place = static_cast<u64>(index) * work.paged->n_layers + work.layer;
   u64* kept = &at<u64>(work.table->digests)[place];
@@ -86,7 +86,7 @@ GIO_HD void warp_move(const SliceWork& work, u32 index, u32 from, u32 to) {
   }
 }
 
-// The part of a slice that a warp takes.
+// The part of a slice that one warp handles.
 struct Part {
   u32 index;     // of the slice
   u32 from, to;  // its bytes
@@ -103,7 +103,7 @@ GIO_HD void warp_do(const SliceWork& work, const Part& part) {
   }
 }
 
-// All slices of the layer, spread over the grid: moved, or digested where they lie.
+// Moves, or digests in place, all slices of the layer; the work is spread over the grid.
 GIO_HD void grid_do(const SliceWork& work, Way way) {
   const u32 pieces = work.pieces();
   const u32 units = work.paged->n_pages * pieces;  // of 16 KiB: they fit, as a layer does in memory
@@ -116,11 +116,11 @@ GIO_HD void grid_do(const SliceWork& work, Way way) {
   }
 }
 
-// What a block does with a run: kMove when its bytes are there, kSplit at the end of the share,
-// when all parts of a slice are in place that no run holds whole.
+// What a block does with a run.  kMove: moves it when its bytes have arrived.  kSplit: at the end
+// of the share, digests slices that are split over several runs.
 enum class Step : u32 { kMove, kSplit };
 
-// The part of slice `number` of a run in one step; nothing of it: from == to and no digest.
+// The part of slice `number` of a run to handle in a step; none: from == to and no digest.
 GIO_HD Part run_part(const SliceWork& work, const Run& run, u32 number, u32 piece, Step step) {
   const u64 slice_nbytes = static_cast<u64>(work.paged->slice_nlb) << work.paged->lba_shift;
   const u64 held =
@@ -140,9 +140,9 @@ GIO_HD Part run_part(const SliceWork& work, const Run& run, u32 number, u32 piec
   return {index, from, to, false, work.way()};
 }
 
-// The slices of one run by all warps of the block.  `unit` is the warp's first; returns its first
-// in the run that comes next: warps take turns from run to run, or runs of one slice would all be
-// warp 0's.
+// Handles the slices of one run with all warps of the block.  `unit` is the warp's first unit;
+// returns its first one in the next run.  The assignment continues from run to run: otherwise runs
+// of a single slice would all go to warp 0.
 GIO_HD u32 block_do(const SliceWork& work, const Run& run, Step step, u32 unit) {
   const u32 pieces = work.pieces();
   const u32 units = run_slices(*work.paged, run) * pieces;

@@ -1,8 +1,8 @@
-// One warp drives one share of a layer through its queue: lanes build commands by arithmetic,
-// lane 0 rings once for the warp, 32 completions are looked at together.
+// One warp drives one share of a layer through its queue: lanes compute the commands, lane 0 rings
+// once for the warp, and 32 completions are polled together.
 //
-// Where each run stands is kept in memory (RunState), so a kernel may end in the middle and the
-// next one goes on.  Lane i of the warp always has the runs i, i + 32, ... of its share.
+// The state of each run is in memory (RunState), so a kernel may end in the middle and the next one
+// continues.  Lane i of the warp always handles the runs i, i + 32, ... of its share.
 #pragma once
 
 #include "block.cuh"
@@ -10,14 +10,14 @@
 
 namespace gio {
 
-// How many lanes, from lane 0 on, say yes without a gap.
+// Number of consecutive lanes, from lane 0 on, for which is_yes is true.
 GIO_HD u32 lanes_in_row(bool is_yes) {
   const u32 missing = ~__ballot_sync(kAllLanes, is_yes);
   return missing == 0 ? kLanes : lowest_bit(missing);
 }
 
-// sq_ring of queue_pair.h by a whole warp: one mark a lane instead of one after another.  The
-// lanes' own marks are released, and the warp has met since.
+// sq_ring of queue_pair.h by a whole warp: the lanes check one mark each, at the same time.  The
+// lanes' own marks were released, and the warp was synchronized since.
 template <typename Doorbell>
 GIO_HD void warp_ring(QueuePair* qp) {
   const u32 lane = lane_index();
@@ -46,21 +46,21 @@ GIO_HD void warp_ring(QueuePair* qp) {
   }
 }
 
-// cq_reap of queue_pair.h by a whole warp: one CQE a lane, so a burst costs one round trip.  It
-// looks before it locks: an empty poll costs that round trip and no fence.
+// cq_reap of queue_pair.h by a whole warp: one CQE per lane, so a burst costs one round trip.  It
+// reads the CQEs before it locks: an empty poll costs that round trip, but no fence.
 template <typename Doorbell>
 GIO_HD u32 warp_reap(QueuePair* qp) {
   const u32 lane = lane_index();
   const u32 head = __shfl_sync(kAllLanes, own_load(&qp->cq_head), 0);
   u32 dw3 = 0;
-  // A lap is depth entries: beyond it the phase would say the opposite of what it means.
+  // At most depth entries: the phase bit has the opposite meaning in the next lap.
   const u32 n = lanes_in_row(lane < qp->depth && cqe_posted(qp, head + lane, &dw3));
   if (n == 0) return 0;
   u32 locked = 0;
   if (lane == 0) {
     // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
     locked = exchange(&qp->cq_lock, 1) == 0;
-    // As long as the head stands there, the entries seen are not consumed.
+    // While the head is unchanged, the entries that were read are not consumed.
     const bool is_ours = locked != 0 && own_load(&qp->cq_head) == head;
     if (is_ours) {
       own_store(&qp->cq_head, head + n);
@@ -102,14 +102,14 @@ struct LayerShare {
         is_lost(own_load(&share->lost) != 0) {}
 
   GIO_HD const Run& run(u32 index) const { return at<Run>(io->runs)[share->first_run + index]; }
-  // When to give up.
+  // The deadline of this layer's kernel.
   GIO_HD u64 deadline() const { return is_lost ? 0 : deadline_after(batch->timeout_ns); }
 };
 
-// The first error of a layer stays.
+// Records an error of a layer; the first one is kept.
 GIO_HD void note_error(LayerTally* tally, u32 status) { set_if_zero(&tally->status, status); }
 
-// Names every page that a failed run was to move.
+// Records the status of every page that a failed run was to move.
 GIO_HD void note_run_error(const LayerShare& layer_share, const Run& run, u32 status) {
   note_error(layer_share.tally, status);
   if (layer_share.batch->slices == 0) return;
@@ -121,8 +121,8 @@ GIO_HD void note_run_error(const LayerShare& layer_share, const Run& run, u32 st
   }
 }
 
-// Builds and enqueues one run's command.  kOk: it is in flight under *cid, or, with kNoCid, it has
-// to wait for a CID.  Anything else is why it cannot be built.
+// Builds and enqueues one run's command.  kOk: it is in flight with *cid, or waits for a CID if
+// that is kNoCid.  Any other status: it cannot be built.
 GIO_HD u32 lane_send(const LayerShare& layer_share, u32 index, u32* cid) {
   *cid = cid_acquire(layer_share.qp, lane_index());
   if (*cid == kNoCid) return kOk;
@@ -141,7 +141,7 @@ GIO_HD u32 lane_send(const LayerShare& layer_share, u32 index, u32* cid) {
   return kOk;
 }
 
-// Looks for the completion of a command and releases its CID.  True when it came.
+// Takes the completion of a command, if it has arrived, and releases the CID; returns whether.
 GIO_HD bool lane_take(QueuePair* qp, RunState* state, u32* status) {
   const u32 word = completion(qp, state->cid);
   if (word == 0) return false;
@@ -157,7 +157,7 @@ struct Group {
   u32 succeeded;  // lanes whose run ended well in this look
 };
 
-// One look at 32 runs, one a lane: takes completions, sends what may be sent, rings once.
+// Polls 32 runs, one per lane: takes completions, submits what may be submitted, rings once.
 template <typename Doorbell>
 GIO_HD Group pump_group(const LayerShare& layer_share, u32 base, u32 limit) {
   const u32 index = base + lane_index();
@@ -196,8 +196,8 @@ struct Poll {
   u32 n_ended;  // runs that ended well, in `ended`
 };
 
-// One look at the share.  Runs below `limit` may be sent; those that ended well are listed in
-// `ended` (room for `room`, at least 32), or not when it is null.
+// Polls the share once.  Runs below `limit` may be submitted; runs that succeeded are listed in
+// `ended` (of `room` entries, at least 32), unless it is null.
 template <typename Doorbell>
 GIO_HD Poll share_poll(LayerShare* layer_share, u32 limit, u32* ended, u32 room) {
   Poll look = {false, false, 0};
@@ -223,7 +223,7 @@ GIO_HD Poll share_poll(LayerShare* layer_share, u32 limit, u32* ended, u32 room)
   return look;
 }
 
-// The deadline passed: what has not ended counts as timed out.  CIDs stay with their commands.
+// After the deadline: marks commands that have not ended as timed out.  They keep their CIDs.
 GIO_HD void share_expire(const LayerShare& layer_share) {
   if (lane_index() == 0) own_store(&layer_share.share->lost, 1);
   for (u32 index = layer_share.low + lane_index(); index < layer_share.share->n_runs;
@@ -236,11 +236,11 @@ GIO_HD void share_expire(const LayerShare& layer_share) {
   }
 }
 
-// Whether all runs of the layer before were sent.  A layer that goes ahead of it would take the
-// CIDs that it still needs, and release none before its own drain, which comes later.
+// Whether all runs of the layer before were submitted.  Otherwise this layer would take CIDs that
+// the other still needs, and would release them only in its own drain, which comes later.
 GIO_HD bool pump_may_lead(const LayerShare& layer_share) {
   if (layer_share.layer == 0 || layer_share.share->n_runs == 0) return true;
-  // Groups are sent in order: a look at the last one says it.
+  // Groups are submitted in order, so the last one tells.
   const u32 index = (layer_share.share->n_runs - 1) / kLanes * kLanes + lane_index();
   bool is_unsent = false;
   if (index < layer_share.share->n_runs) {
@@ -250,14 +250,14 @@ GIO_HD bool pump_may_lead(const LayerShare& layer_share) {
   return __ballot_sync(kAllLanes, is_unsent) == 0;
 }
 
-// Sends what there are CIDs for.
+// Submits runs as long as there are CIDs.
 template <typename Doorbell>
 GIO_HD void share_submit(LayerShare* layer_share) {
   if (layer_share->is_lost || !pump_may_lead(*layer_share)) return;
   share_poll<Doorbell>(layer_share, layer_share->share->n_runs, nullptr, 0);
 }
 
-// Until every run ended, or the deadline.  A share that is lost gives up at once.
+// Runs until every run has ended, or the deadline.  A lost share times out at once.
 template <typename Doorbell>
 GIO_HD void share_drain(LayerShare* layer_share) {
   const u64 deadline = deadline_after(layer_share->batch->timeout_ns);
@@ -281,7 +281,7 @@ GIO_HD void share_drain(LayerShare* layer_share) {
   }
 }
 
-// Called by every thread of every block at the end of a layer's last kernel.
+// Reports the end of a layer; called by all threads of all blocks at the end of its last kernel.
 GIO_HD void publish_layer(const Batch* batch, u32 layer) {
   __syncthreads();
   if (threadIdx.x != 0 || batch->flags == 0) return;

@@ -4,7 +4,7 @@
 // Algorithm Overview"); tests compare every path with the xxhash package. The same text compiles
 // as host C++17, with nvcc and with NVRTC, so it includes no standard header.
 //
-// Three ways in:
+// Three interfaces:
 //   xxh3_64(data, nbytes)                     one piece of memory
 //   xxh3_reset / xxh3_update / xxh3_digest    one string that arrives in pieces
 //   xxh3_round / xxh3_scramble_lane           one accumulator, for callers that spread the eight
@@ -30,11 +30,11 @@ static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "XXH3 needs 32 and 64 bit wo
 constexpr u32 kXxh3StripeBytes = 64;
 constexpr u32 kXxh3Lanes = 8;
 constexpr u32 kXxh3SecretBytes = 192;
-// A stripe moves 8 bytes on in the secret, so this many stripes fit before a scramble.
+// Each stripe advances by 8 bytes in the secret, so this many stripes fit before a scramble.
 constexpr u32 kXxh3StripesPerBlock = (kXxh3SecretBytes - kXxh3StripeBytes) / 8;
 constexpr u32 kXxh3BufferBytes = 256;
 constexpr u32 kXxh3MidBytesMax = 240;
-// Where in the secret the scramble, the last stripe and the final merge begin.
+// Offsets in the secret of the scramble, the last stripe and the final merge.
 constexpr u32 kXxh3ScrambleOffset = kXxh3SecretBytes - kXxh3StripeBytes;
 constexpr u32 kXxh3LastStripeOffset = kXxh3ScrambleOffset - 7;
 constexpr u32 kXxh3MergeOffset = 11;
@@ -127,7 +127,7 @@ GIO_HD u64 xxh3_avalanche(u64 hash) {
   return hash ^ (hash >> 32);
 }
 
-// XXH64's finaliser, which XXH3 keeps for inputs below 4 bytes.
+// XXH64's finaliser, which XXH3 uses for inputs below 4 bytes.
 GIO_HD u64 xxh3_avalanche_tiny(u64 hash) {
   hash ^= hash >> 33;
   hash *= kXxh3Prime64B;
@@ -222,8 +222,8 @@ GIO_HD u64 xxh3_merge(const u64* acc, u64 nbytes) {
   return xxh3_avalanche(hash);
 }
 
-// How `stripes` whole stripes enter the accumulators; `in_block` counts the stripes since the last
-// scramble. Other implementations (vector units) are passed to xxh3_update in its place.
+// Adds `stripes` whole stripes to the accumulators; `in_block` counts stripes since the last
+// scramble. xxh3_update takes other implementations (vector units) in its place.
 struct Xxh3ScalarStripes {
   GIO_HD static void run(u64* acc, const u8* p, u64 stripes, u32* in_block) {
     for (u64 i = 0; i < stripes; ++i) {
@@ -237,8 +237,8 @@ struct Xxh3ScalarStripes {
 
 struct xxh3_state {
   alignas(64) u64 acc[kXxh3Lanes];
-  // The bytes not yet accumulated. When fewer than 64 are left, the last 64 bytes of the buffer
-  // still hold the end of the accumulated part, which the last stripe overlaps.
+  // Bytes that are not accumulated yet. If fewer than 64 are left, the last 64 bytes of the buffer
+  // still contain the end of the accumulated part, which the last stripe overlaps.
   u8 buffer[kXxh3BufferBytes];
   u64 total;
   u32 buffered;

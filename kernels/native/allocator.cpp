@@ -12,7 +12,7 @@ struct FreeRun {
   uint64_t length;
 };
 
-// Operations on one allocator; slots that are handed out go to `out`.
+// Operations on one allocator; allocated slots are written to `out`.
 class Groups {
  public:
   explicit Groups(tutti_allocator* allocator, int64_t* out = nullptr) : a_(*allocator), out_(out) {}
@@ -31,7 +31,7 @@ class Groups {
     }
   }
 
-  // Files a group whose slots changed.  A whole one was taken out before.
+  // Moves a group whose slots changed to its list.  A whole group was removed from its list before.
   void refile(uint64_t group) {
     const uint32_t length = a_.longest[group];
     if (length > 0 && length < a_.group_slots) remove(a_.members + length, group);
@@ -57,7 +57,7 @@ class Groups {
     }
   }
 
-  // One run for `need` slots that whole groups did not serve; false when there is none.
+  // Takes one run for `need` slots that whole groups did not cover; false if there is none.
   bool take_rest(uint64_t need, uint64_t* cursor) {
     for (uint64_t length = need; length < a_.group_slots; ++length) {
       const uint32_t group = a_.first[a_.members + length];
@@ -83,7 +83,7 @@ class Groups {
  private:
   uint8_t* free_of(uint64_t group) const { return a_.free + group * a_.group_slots; }
 
-  // The next free run of a group from `start` on; of no length at its end.
+  // The next free run of a group from `start` on; its length is 0 if there is none.
   FreeRun next_run(uint64_t group, uint64_t start) const {
     const uint8_t* free = free_of(group);
     while (start < a_.group_slots && free[start] == 0) ++start;
@@ -109,7 +109,7 @@ class Groups {
     refile(group);
   }
 
-  // Puts a group that is in no list where it is looked for.
+  // Adds a group that is in no list to the list for its longest free run.
   void file(uint64_t group) {
     uint64_t longest = 0;
     FreeRun run = next_run(group, 0);
@@ -138,7 +138,7 @@ class Groups {
     (behind == kNone ? a_.last[list] : a_.previous[behind]) = before;
   }
 
-  // A whole group of the first member at or behind `cursor` that has one.
+  // Removes a whole free group from the first member, from `cursor` on, that has one.
   uint32_t pop_whole(uint64_t cursor) {
     for (uint64_t step = 0; step < a_.members; ++step) {
       const uint64_t member = (cursor + step) % a_.members;
@@ -157,7 +157,8 @@ class Groups {
 
 bool is_same(const uint8_t* a, const uint8_t* b) { return std::memcmp(a, b, kTuttiKeyBytes) == 0; }
 
-// Slots for all keys, each stretch of a chain behind the slot of its parent; how many there were.
+// Allocates slots for keys; those of a part of a chain follow its parent's slot.  Returns their
+// number.
 uint64_t allocate_chain(const tutti_put_tables& tables, const uint8_t* keys, const uint8_t* parents,
                         uint64_t n, int64_t* slots) {
   uint64_t start = 0;

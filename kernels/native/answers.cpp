@@ -5,7 +5,7 @@
 
 namespace {
 
-// Writes a message in MessagePack behind the length of its body (tutti/node/messages.py).
+// Writes a frame: the length of the body, and a message in MessagePack (tutti/node/messages.py).
 class Frame {
  public:
   explicit Frame(uint8_t* out) : out_(out), at_(out + sizeof(uint32_t)) {}
@@ -27,7 +27,7 @@ class Frame {
     for (int shift = 24; shift >= 0; shift -= 8) byte(static_cast<uint8_t>(n >> shift));
     copy(data, n);
   }
-  // Bytes of the whole message.
+  // Writes the length; returns the bytes of the whole frame.
   uint64_t end() {
     const auto all = static_cast<uint64_t>(at_ - out_);
     const auto body = static_cast<uint32_t>(all - sizeof(uint32_t));
@@ -52,7 +52,7 @@ struct Moved {
   uint64_t n;
 };
 
-// Plan(number, [MoveJob(job, slots, rows, digests, compare)]), where rows are u32.
+// Writes Plan(number, [MoveJob(job, slots, rows, digests, compare)]); rows are u32.
 uint64_t write_plan(uint8_t* out, const Moved& moved, const uint32_t* rows, const uint64_t* digests,
                     uint64_t layers) {
   Frame frame(out);

@@ -1,4 +1,4 @@
-// Aligned buffers for transfers whose memory direct I/O does not take.
+// Aligned buffers for transfers whose memory direct I/O does not accept.
 #pragma once
 
 #include <sys/mman.h>
@@ -9,7 +9,7 @@
 
 namespace gio {
 
-// A fixed number of buffers in one arena on huge pages, mapped when the first is asked for.
+// A fixed number of buffers in one arena on huge pages, mapped when the first buffer is taken.
 class BouncePool {
  public:
   BouncePool(u32 buffers, u64 buffer_nbytes)
@@ -22,7 +22,7 @@ class BouncePool {
     if (mapping_ != nullptr) munmap(mapping_, mapping_nbytes());
   }
 
-  // Null when all are in use, or without memory.
+  // Takes a buffer; null if all are in use, or without memory.
   char* take() {
     if (mapping_ == nullptr && !map()) return nullptr;
     if (free_.empty()) return nullptr;
@@ -31,7 +31,7 @@ class BouncePool {
     return buffer;
   }
 
-  // Whether there are buffers to wait for when take() has none.
+  // Whether the arena is mapped: if take() returned null, a buffer will become free later.
   bool is_mapped() const { return mapping_ != nullptr; }
   bool has_free() const { return !free_.empty(); }
 

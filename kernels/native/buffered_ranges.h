@@ -1,5 +1,4 @@
-// Which blocks of the files go through the page cache, although their file is opened for direct
-// I/O.
+// The blocks that go through the page cache although their file is opened for direct I/O.
 #pragma once
 
 #include <algorithm>
@@ -19,16 +18,16 @@ struct BufferedRange {
 };
 static_assert(sizeof(BufferedRange) == 24, "layout shared with Python");
 
-// Does not change once it was assigned: the controller replaces it as a whole.
+// Immutable once assigned: the controller replaces it as a whole.
 class BufferedRanges {
  public:
-  // What the blocks from an offset on have in common, and where that ends.
+  // A range of blocks, from an offset on, that take the same path.
   struct Span {
     bool is_buffered;
     u64 end;  // bytes into the file
   };
 
-  // Takes ranges in any order.  -EINVAL for empty, overlapping or foreign ones.
+  // Assigns ranges, in any order.  -EINVAL for ranges that are empty, overlap or lie outside.
   int assign(const BufferedRange* ranges, size_t n, const std::vector<u64>& namespace_nlb,
              u32 lba_shift) {
     files_.assign(namespace_nlb.size(), {});
@@ -50,7 +49,7 @@ class BufferedRanges {
     return 0;
   }
 
-  // file: a namespace's number less one.
+  // file: the namespace's nsid minus one.
   Span at(u32 file, u64 offset) const {
     if (files_.empty()) return {false, ~0ULL};
     const std::vector<Piece>& pieces = files_[file];

@@ -1,5 +1,5 @@
-// What all controllers share: the map of registered memory, the walk over a command's data
-// pointer, the checks every command must pass, and the thread for submitters that only ring.
+// The common part of all controllers: the map of registered memory, the decoding of a command's
+// data pointer, the checks of every command, and the thread that serves submitters.
 #include "controller.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ void append(u64 address, u64 nbytes, std::vector<Extent>* extents) {
   }
 }
 
-// Walks an SGL.  `left` counts the bytes that descriptors still have to describe.
+// Walks an SGL.  `left`: bytes that the remaining descriptors must describe.
 class SglWalk {
  public:
   SglWalk(u64 nbytes, u32 descriptors_max, MemoryMap::Reader* memory, std::vector<Extent>* extents)
@@ -47,8 +47,8 @@ class SglWalk {
   }
 
  private:
-  // One segment.  Only the last descriptor of a segment that is not the last may, and must,
-  // describe another segment.
+  // Walks one segment.  The last descriptor of a segment that is not the last segment must
+  // describe another segment; no other descriptor may.
   u32 walk_segment(const SglDescriptor segment, bool is_last, SglDescriptor* next,
                    bool* is_chained) {
     const u32 n = segment.nbytes / sizeof(SglDescriptor);
@@ -153,7 +153,7 @@ int MemoryMap::remove(u64 address) {
   return -ENOENT;
 }
 
-// An extent may run over several regions that touch: submitters join adjacent extents.
+// An extent may span adjacent regions: submitters join adjacent extents.
 bool MemoryMap::Reader::contains(u64 address, u64 nbytes) {
   const bool is_same =
       last_ < regions_.size() && address - regions_[last_].address < regions_[last_].nbytes;

@@ -1,5 +1,5 @@
-// What executes NVMe commands: the lowest seam.  Everything above it is the same for memory,
-// files and drives.
+// The interface of controllers, which execute NVMe commands.  Everything above is the same for
+// memory, files and drives.
 #pragma once
 
 #include <atomic>
@@ -36,16 +36,16 @@ struct Extent {
   u64 nbytes;
 };
 
-// The memory that commands may name.  Addresses are identity-mapped here: the "DMA address" of
-// a byte is its virtual address, and nothing outside a registered region is ever touched.
+// The memory that commands may use.  The "DMA address" of a byte is its virtual address, and memory
+// outside registered regions is never accessed.
 class MemoryMap {
  public:
   // 0, or -EEXIST for an overlap, -EINVAL for an empty or wrapping region.
   int add(u64 address, u64 nbytes);
-  // 0, or -ENOENT.  The caller makes sure that no command names the region any more.
+  // 0, or -ENOENT.  No command may use the region any more.
   int remove(u64 address);
 
-  // The regions while commands are decoded.
+  // Read access to the regions while commands are decoded.
   class Reader {
    public:
     explicit Reader(const MemoryMap& map) : lock_(map.mutex_), regions_(map.regions_) {}
@@ -62,9 +62,9 @@ class MemoryMap {
   std::vector<Extent> regions_;  // sorted, disjoint
 };
 
-// Walks a command's data pointer (SGL or PRP).  Fills `extents`, joined where contiguous, whose
-// lengths add up to `nbytes`; or returns the NVMe status that a drive would.  Descriptor lists
-// are read only from registered memory, and at most `descriptors_max` of them.
+// Decodes a command's data pointer (SGL or PRP).  Fills `extents`, joined if contiguous, whose
+// lengths add up to `nbytes`; or returns the NVMe status that a drive would return.  Reads at most
+// `descriptors_max` descriptors, and only from registered memory.
 u32 decode_data_pointer(const Sqe& sqe, u64 nbytes, u32 descriptors_max, MemoryMap::Reader* memory,
                         std::vector<Extent>* extents);
 
@@ -73,36 +73,36 @@ class Controller {
   Controller();
   virtual ~Controller() = default;
 
-  // Does one turn of work: fetches SQEs from every attached queue pair, executes, posts CQEs.
-  // When there is nothing to do it sleeps at most timeout_ns.  Returns the number of CQEs
-  // posted.  Called by one thread at a time (the caller's own, or start()'s).
+  // Does one turn of work: fetches SQEs from every attached queue pair, executes them and posts
+  // CQEs.  Sleeps up to timeout_ns if there is nothing to do.  Returns the number of CQEs posted.
+  // Called by one thread at a time (the caller's own, or start()'s).
   virtual u32 service(u64 timeout_ns) = 0;
 
   // Makes a sleeping service() return soon.  Any thread, at any time.
   virtual void wake() = 0;
 
-  // Ends every outstanding command with kAbortedSqDeletion, or its true status.  After 0 no
-  // registered memory is touched and no medium is written any more; -ETIMEDOUT means that
-  // something is still outstanding and everything stays owned.  Called by the thread that calls
-  // service(), or by any thread while none does.
+  // Ends every outstanding command, with kAbortedSqDeletion or its real status.  Returns 0 when no
+  // registered memory is accessed and no medium is written any more, or -ETIMEDOUT when commands
+  // are still outstanding and may use their memory.  Called by the thread that calls service(), or
+  // by any thread while none does.
   virtual int reset(u64 timeout_ns) = 0;
 
-  // A command of an attached queue pair has passed its deadline.  Told again every few milliseconds
-  // until it ends, by the thread that calls service(); the deadline tells commands of one CID
-  // apart.
+  // Reports that a command of an attached queue pair has passed its deadline.  Called again every
+  // few milliseconds until it ends, by the thread that calls service(); the deadline distinguishes
+  // commands with the same CID.
   virtual void late(const QueuePair& qp, u32 cid, u64 deadline_ns) {
     (void)qp;
     (void)cid;
     (void)deadline_ns;
   }
 
-  // One that was late has ended; told before another command can have its CID.
+  // Reports that a late command has ended; called before another command can get its CID.
   virtual void late_ended(const QueuePair& qp, u32 cid) {
     (void)qp;
     (void)cid;
   }
 
-  // The clock that a drive's speed is measured by: CLOCK_MONOTONIC, or a virtual one.
+  // The clock for measuring a drive's speed: CLOCK_MONOTONIC, or a virtual clock.
   virtual u64 clock_ns(u64 monotonic_ns) { return monotonic_ns; }
 
   // One namespace's size in LBAs; 0 for a namespace that does not exist.
@@ -110,27 +110,27 @@ class Controller {
     return nsid >= 1 && nsid <= namespace_nlb_.size() ? namespace_nlb_[nsid - 1] : 0;
   }
 
-  // Adds a queue pair, which the next turn of service() looks at: any thread, also while another
-  // one serves.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth.
+  // Adds a queue pair, which the next turn of service() serves.  Callable by any thread, also while
+  // another one serves.  0, or -ENOSPC beyond 64, -EINVAL for a bad depth.
   int attach(const QueuePair& qp);
-  // Forgets a queue pair that has nothing outstanding, or whose controller was reset.  0, -ENOENT,
-  // or -ETIMEDOUT when the serving thread has not taken note: it may then still look at the rings.
+  // Removes a queue pair with nothing outstanding, or whose controller was reset.  0, -ENOENT, or
+  // -ETIMEDOUT if the serving thread has not confirmed it, and may still access the rings.
   int detach(const QueuePair& qp, u64 timeout_ns);
 
-  // Submitters that ring and cannot wake, such as a GPU, begin (+1) or end (-1) their work.  While
-  // there are any, sleeps of service() are as short as the look at a doorbell is worth.
+  // Submitters that cannot wake the thread, such as a GPU, begin (+1) or end (-1) their work.
+  // While there are any, service() sleeps only for microseconds between polls of the doorbells.
   void expect_rings(int change) {
     pollers_ += change;
     if (change > 0) wake();
   }
 
-  // A thread that calls service() over and over claims the controller first, an engine's or
-  // start()'s.  False while another one has it.
+  // Claims the controller for a thread that calls service() in a loop, an engine's or start()'s.
+  // False if another one has it.
   bool claim() { return !is_claimed_.exchange(true); }
   void unclaim() { is_claimed_ = false; }
   bool is_claimed() const { return is_claimed_; }
 
-  // Runs service() on a thread of its own, for submitters that only ring (GPU, benchmarks).
+  // Runs service() on a thread of its own, for submitters without one (GPU, benchmarks).
   int start();
   void stop();
 
@@ -138,15 +138,15 @@ class Controller {
   MemoryMap memory;
 
  protected:
-  // Checks what every controller must check: opcode, namespace, range, transfer size.
-  // kOk for a command that may be executed.
+  // The checks of every controller: opcode, namespace, range, transfer size.  kOk if the command
+  // may be executed.
   u32 validate(const Sqe& sqe) const;
 
-  // Called first by service() and reset(): what attach() and detach() asked for.
+  // Applies attach() and detach(); called first by service() and reset().
   void take_changes() {
     if (has_changes_.load(std::memory_order_acquire)) apply_changes();  // pairs with announce()
   }
-  // False when the completion queue is full.  Nothing is posted to a queue that was detached.
+  // Posts a CQE; false if the completion queue is full.  Does nothing for a detached queue.
   bool post(u32 queue, u32 cid, u32 status) {
     return queues_[queue].sq == 0 || cq_post(&queues_[queue], cid, status);
   }
@@ -180,7 +180,7 @@ class Controller {
 }  // namespace gio
 
 extern "C" {
-// Every call takes the handle that a gio_*_controller_create made; errors are negative errno.
+// All calls take a handle made by a gio_*_controller_create; errors are negative errnos.
 TUTTI_API int gio_controller_info(gio::Controller*, gio::ControllerInfo* out);
 TUTTI_API uint64_t gio_controller_namespace_nlb(gio::Controller*, uint32_t nsid);
 TUTTI_API int gio_controller_register(gio::Controller*, uint64_t address, uint64_t nbytes);
@@ -193,8 +193,8 @@ TUTTI_API uint32_t gio_controller_service(gio::Controller*, uint64_t timeout_ns)
 TUTTI_API int gio_controller_start(gio::Controller*);
 TUTTI_API void gio_controller_stop(gio::Controller*);
 TUTTI_API int gio_controller_is_claimed(gio::Controller*);
-// -EBUSY while it is claimed.
+// See Controller::reset; -EBUSY while it is claimed.
 TUTTI_API int gio_controller_reset(gio::Controller*, uint64_t timeout_ns);
-// Frees a controller that was reset.
+// Frees a controller, which must have been reset.
 TUTTI_API void gio_controller_destroy(gio::Controller*);
 }

@@ -1,4 +1,4 @@
-// Commands in, requests out: fetching, joining, cutting.
+// Turns commands into requests: fetches, joins and splits them.
 #include "controller_file.h"
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ constexpr u64 kResetAtEndNs = 2'000'000'000;
 
 FileController::~FileController() {
   if (executor_ != nullptr && reset(kResetAtEndNs) != 0) {
-    // The kernel or a thread still works on requests: what they name is never freed.
+    // The kernel or a thread still uses requests: their memory is never freed.
     struct Kept {
       std::unique_ptr<Executor> executor;
       std::unique_ptr<Request[]> requests;
@@ -77,12 +77,12 @@ int FileController::open_files(const FileConfig& config) {
   for (u32 i = 0; i < config.n_namespaces; ++i) {
     FileNamespace file = given[i];
     const bool is_direct = (file.flags & kFileDirect) != 0;
-    // A block of the medium must be something that direct I/O can read on its own.
+    // Direct I/O must be able to read a single block of the medium.
     if (is_direct && (file.memory_alignment == 0 || file.offset_alignment == 0 ||
                       (1u << config.lba_shift) % file.offset_alignment != 0)) {
       return -EINVAL;
     }
-    // A generic device takes commands in its own blocks, as offset_alignment says.
+    // A generic device takes commands in its own blocks, of offset_alignment bytes.
     if (file.generic_nsid != 0 && !is_direct) return -EINVAL;
     if (file.nlb == 0 || file.nlb > (~0ULL >> 1) >> config.lba_shift) return -EINVAL;
     file.fd = fcntl(file.fd, F_DUPFD_CLOEXEC, 0);
@@ -101,7 +101,7 @@ int FileController::open_executor(const FileConfig& config) {
   size_t generic = 0;
   for (const FileNamespace& file : files_) {
     parts.fds.push_back(file.fd);
-    // The ring takes no gaps; set_buffered() refuses what would use this one.
+    // The ring's table must have no gaps; set_buffered() prevents any use of this entry.
     parts.buffered_fds.push_back(file.buffered_fd >= 0 ? file.buffered_fd : file.fd);
     parts.generic.push_back({file.generic_nsid, file.offset_alignment});
     generic += file.generic_nsid != 0 ? 1 : 0;
@@ -129,7 +129,7 @@ int FileController::open_executor(const FileConfig& config) {
 
 void FileController::allocate(const FileConfig& config) {
   requests_ = std::make_unique<Request[]>(config.requests);
-  // Not initialised, so that what is never used costs no memory.
+  // Not initialised, so that unused parts take no memory.
   extent_memory_.reset(new iovec[size_t{config.requests} * kExtentsMax]);
   part_memory_.reset(new Part[size_t{config.requests} * kPartsMax]);
   for (u32 i = config.requests; i-- > 0;) {
@@ -142,7 +142,7 @@ void FileController::allocate(const FileConfig& config) {
   const u32 commands = config.requests * kCommandsPerRequest;
   commands_.resize(commands);
   for (u32 i = commands; i-- > 0;) free_commands_.push_back(i);
-  // The thread that serves must not need memory.
+  // The serving thread must not allocate.
   kept_.reserve(commands);
   posting_.reserve(commands);
   done_.reserve(config.requests);
@@ -163,7 +163,7 @@ u32 FileController::service(u64 timeout_ns) {
 
 void FileController::wake() { executor_->wake(); }
 
-// Takes what the submitters rang, as far as requests are free.
+// Fetches submitted commands, as long as requests are free.
 void FileController::fetch() {
   {
     std::lock_guard<std::mutex> lock(next_buffered_mutex_);
@@ -272,7 +272,7 @@ u32 FileController::begin_deallocate(const Sqe& sqe, u32 command, MemoryMap::Rea
   return kOk;
 }
 
-// Hands the transfer in cutting_ over to requests.  False when requests ran out.
+// Distributes the transfer in cutting_ to requests; false if no request is free.
 bool FileController::cut() {
   Cutting& c = cutting_;
   Request*& open = open_[c.file];
@@ -299,7 +299,7 @@ bool FileController::cut() {
   return true;
 }
 
-// How much of the transfer in cutting_ the request has room for: whole blocks.
+// Bytes of the transfer in cutting_ that fit into the request, in whole blocks.
 u64 FileController::fit(const Request& request) const {
   const u64 room_nbytes = request_nbytes_ - request.total_nbytes;
   const u64 span_nbytes = cutting_.span.end - cutting_.offset;
@@ -357,7 +357,7 @@ FileController::Request* FileController::take_request(OpKind kind, u32 file, u64
   return request;
 }
 
-// For the commands without extents.
+// Adds a command without extents.
 void FileController::add_part(Request* request, u32 command) {
   count(kRequests, 1);
   request->parts[request->n_parts++] = {command, 0, 0, 0};

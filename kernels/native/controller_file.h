@@ -1,11 +1,11 @@
 // NVMe commands executed on files and block devices.
 //
 // Namespace i+1 is file i.  Commands fetched in one turn that are adjacent on the medium become
-// one request to the kernel, and long ones are cut: virtual disks have rings of 256 descriptors,
-// one for each piece of memory, so a request of more pieces keeps others from going out.  Memory
-// that direct I/O does not take goes through a bounce buffer.  A request that fails is done again
-// command by command, so that a command only ever reports its own error.  Ranges of blocks can be
-// sent through the page cache instead; no request crosses the border of one.
+// one request to the kernel, and long ones are split: virtual disks have rings of 256 descriptors,
+// one per contiguous piece of memory, so a request with many pieces blocks others.  Memory that
+// direct I/O does not accept goes through a bounce buffer.  A request that fails is repeated
+// command by command, so that each command reports only its own error.  Ranges of blocks can go
+// through the page cache instead; no request crosses the border of such a range.
 #pragma once
 
 #include <atomic>
@@ -62,32 +62,33 @@ class FileController final : public Controller {
   FileController() = default;
   ~FileController() override;
 
-  // Once, before anything else.  0 or negative errno.
+  // Called once, before anything else.  0 or negative errno.
   int open(const FileConfig& config);
 
   u32 service(u64 timeout_ns) override;
   void wake() override;
   int reset(u64 timeout_ns) override;
 
-  // Any thread.  From the next turn of service() on, exactly these blocks go through the page
-  // cache.  -EINVAL for bad ranges, -ENOTSUP for a file that has no buffered_fd.
+  // Sends exactly these blocks through the page cache, from the next turn of service() on.
+  // Callable by any thread.  -EINVAL for bad ranges, -ENOTSUP for a file without buffered_fd.
   int set_buffered(const BufferedRange* ranges, size_t n);
-  // Any thread.  Whether commands name memory on large pages, so that an extent is one piece.
+  // Sets whether commands use memory on large pages, so that an extent is one piece for the drive.
+  // Callable by any thread.
   void set_large_pages(bool has) { has_large_pages_.store(has, std::memory_order_relaxed); }
   FileStats stats() const;
   Executor* executor() { return executor_.get(); }
   int uring_error() const { return uring_error_; }
 
  private:
-  // A fetched command.  It completes when every part has: `parts` counts one more until the
-  // last part was cut off.
+  // A fetched command.  It completes when all parts have ended; `parts` counts one more until the
+  // command was split completely.
   struct Command {
     u32 queue;
     u32 cid;
     u32 parts;
     u32 status;
   };
-  // What one request does for one command: the extents iov[iov_first, iov_end).
+  // The part of a command in one request: the extents iov[iov_first, iov_end).
   struct Part {
     u32 command;
     u32 iov_first;
@@ -111,7 +112,7 @@ class FileController final : public Controller {
     iovec moved_was;
     std::vector<Extent> ranges;  // of a deallocate, in bytes of the file; done from the back
   };
-  // A transfer that is being cut into parts, kept while no request is free.
+  // A transfer that is being split into parts, kept while no request is free.
   struct Cutting {
     bool is_active;
     OpKind kind;
@@ -207,7 +208,7 @@ class FileController final : public Controller {
 
 extern "C" {
 TUTTI_API int gio_file_controller_create(const gio::FileConfig*, gio::Controller** out);
-// Why io_uring is refused here: negative errno, or 0.
+// The reason why io_uring is refused here: negative errno, or 0.
 TUTTI_API int gio_uring_refusal();
 // The ExecutorKind in use; *uring_error: why io_uring was not used (negative errno), or 0.
 TUTTI_API uint32_t gio_file_controller_executor(gio::Controller*, int* uring_error);

@@ -1,4 +1,4 @@
-// What becomes of a request: bounce buffers, short transfers, errors, completions, reset; and the
+// The processing of requests: bounce buffers, short transfers, errors, completions, reset; and the
 // C interface of the file controller.
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -49,7 +49,7 @@ u32 status_of(OpKind kind, long long result) {
   switch (-result) {
     case 0:  // nothing moved: the end of the file
     case EIO:
-    // What block devices say of a bad block, a failed target and wrong protection information
+    // Errors of block devices for a bad block, a failed target and wrong protection information
     // (blk_errors in Linux' block/blk-core.c).
     case ENODATA:
     case EREMOTEIO:
@@ -89,7 +89,7 @@ bool FileController::needs_bounce(const Request& request) const {
   return false;
 }
 
-// Between the bounce buffer and the extents of the window.
+// Copies between the bounce buffer and the extents of the window.
 void FileController::copy_window(const Request& request, bool to_bounce) {
   char* bounce = request.bounce;
   for (u32 i = 0; i < request.first_part; ++i) bounce += request.parts[i].nbytes;
@@ -105,7 +105,7 @@ void FileController::copy_window(const Request& request, bool to_bounce) {
   }
 }
 
-// Hands a whole request over: at once, or through a bounce buffer when one is free.
+// Submits a whole request: at once, or, through a bounce buffer, when one is free.
 void FileController::launch(Request* request, bool through_bounce) {
   if (through_bounce) {
     request->bounce = bounces_->take();
@@ -129,7 +129,7 @@ void FileController::hand_over(Request* request) {
   executor_->submit(request);
 }
 
-// Makes the request be about these parts, from their first byte.
+// Sets the request's window to these parts, from their first byte on.
 void FileController::open_window(Request* request, u32 first_part, u32 n_parts) {
   restore_extent(request);
   request->tries = 0;
@@ -158,13 +158,13 @@ void FileController::open_window(Request* request, u32 first_part, u32 n_parts) 
   }
 }
 
-// Undoes what advance() did to an extent.
+// Restores an extent that advance() changed.
 void FileController::restore_extent(Request* request) {
   if (request->moved_iov != nullptr) *request->moved_iov = request->moved_was;
   request->moved_iov = nullptr;
 }
 
-// Past what a short transfer did.
+// Advances the request by the bytes of a short transfer.
 void FileController::advance(Request* request, u64 nbytes) {
   request->offset += nbytes;
   request->nbytes -= nbytes;
@@ -220,11 +220,11 @@ void FileController::finish(const Done& done) {
   }
 }
 
-// True when the request goes on in spite of the error.
+// Handles an error; true if the request continues.
 bool FileController::try_again(Request* request, long long result) {
   const bool is_passing = result == -EAGAIN || result == -EINTR || result == -ECANCELED;
   const u32 nvme = nvme_status_of(result);  // the kernel does not repeat commands of our own
-  // What the medium cannot read the drive has tried often enough by itself.
+  // For errors of the medium the drive itself has retried already.
   const bool may_pass =
       nvme != 0 && (nvme & kDoNotRetry) == 0 && type_of_nvme(nvme) != kMediaErrors;
   if ((is_passing || may_pass) && ++request->tries < (may_pass ? kNvmeTriesMax : kTriesMax)) {
@@ -280,7 +280,7 @@ void FileController::recycle(Request* request) {
   free_requests_.push_back(request);
 }
 
-// Ends the parts from first_part on, which are not in progress.
+// Ends the parts from first_part on; they must not be in progress.
 void FileController::end_parts(Request* request, u32 first_part, u32 status) {
   for (u32 i = first_part; i < request->n_parts; ++i) end_part(request->parts[i].command, status);
   recycle(request);
@@ -326,7 +326,7 @@ int FileController::reset(u64 timeout_ns) {
   return 0;
 }
 
-// Ends everything that no executor works on.
+// Ends everything that was not given to the executor.
 void FileController::abort_queued() {
   if (cutting_.is_active) {
     cutting_.is_active = false;
@@ -389,7 +389,8 @@ int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
     return -errno;
   }
   const bool is_device = S_ISBLK(facts.stx_mode);
-  // These take O_DIRECT and copy all the same; a device's node lies in one, its blocks do not.
+  // These file systems accept O_DIRECT but copy through the page cache.  A device's node may be
+  // in one; its blocks are not.
   if (!is_device && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
     return -EOPNOTSUPP;
   }
@@ -405,7 +406,7 @@ int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
     *offset = static_cast<uint32_t>(block_nbytes);
     return 0;
   }
-  // Not said: a page for both is what every file system takes.
+  // Unknown: every file system accepts a page for both.
   *memory = gio::kPageNbytes;
   *offset = gio::kPageNbytes;
   return 0;

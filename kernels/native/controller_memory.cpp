@@ -78,7 +78,7 @@ void MemoryController::wake() {
   woken_.notify_all();
 }
 
-// Whether a turn would find work.  Called by the servicing thread.
+// Whether a turn would find work.  Called by the serving thread.
 bool MemoryController::is_rung() const {
   if (has_held_) return true;
   for (const ControllerQueue& queue : queues_) {
@@ -101,9 +101,9 @@ u32 MemoryController::turn() {
   return posted;
 }
 
-// Fetches and executes one batch of a queue, then posts its answers together.  A queue that has
-// answers in the backlog is not served, and none has more than `depth` commands outstanding: a
-// submitter that breaks the rules costs bounded memory.
+// Fetches and executes one batch of a queue, then posts its answers together.  A queue with
+// answers in the backlog is not served, and no queue has more than `depth` commands outstanding, so
+// that a faulty submitter takes bounded memory.
 u32 MemoryController::serve(u32 index, MemoryMap::Reader* reader) {
   ControllerQueue* queue = &queues_[index];
   if (has_backlog(index)) return 0;
@@ -127,7 +127,7 @@ u32 MemoryController::serve(u32 index, MemoryMap::Reader* reader) {
   return posted;
 }
 
-// True when the command was executed and `answer` is due; false when it is held back.
+// True if the command was executed and `answer` is due; false if it is held back.
 bool MemoryController::accept(u32 index, const Sqe& sqe, Answer* answer,
                               MemoryMap::Reader* reader) {
   Verdict verdict;
@@ -155,8 +155,8 @@ void MemoryController::hold(u32 index, const Sqe& sqe, const Verdict& verdict) {
   (verdict.is_unanswered ? unanswered_ : held_).push_back(held);
 }
 
-// When a transfer that starts now would be over.  Each direction is a pipe of its bandwidth; while
-// both are busy, everything takes interference_percent of its time.
+// The end of a transfer that starts now.  Each direction is a pipe with its bandwidth; while both
+// are busy, everything takes interference_percent of its time.
 u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
   const u32 opcode = sqe_opcode(sqe);
   if (opcode != kRead && opcode != kWrite) return now_ns_ + config_.latency_ns;
@@ -179,8 +179,8 @@ u64 MemoryController::virtual_due_ns(const Sqe& sqe) {
   return due_ns + config_.latency_ns;
 }
 
-// A transfer of `duration_ns` alone begins beside those of the other direction, none of which had
-// company later than that: what runs at the same time takes longer, in both directions.
+// Delays transfers in both directions by the time in which a new transfer, of `duration_ns` alone,
+// runs at the same time as those of the other direction.
 void MemoryController::slow_down(u32 direction, u64 begin_ns, u64 duration_ns) {
   u64& other_until_ns = busy_until_ns_[1 - direction];
   if (other_until_ns <= begin_ns) return;
@@ -196,8 +196,8 @@ void MemoryController::slow_down(u32 direction, u64 begin_ns, u64 duration_ns) {
   other_until_ns += longer(other_until_ns - begin_ns);
 }
 
-// Executes what is due.  With a virtual clock it first moves to the next moment at which
-// something is, but not past the limit.
+// Executes the commands that are due.  A virtual clock first moves to the next due time, up to the
+// limit.
 u32 MemoryController::run_held(MemoryMap::Reader* reader) {
   if (config_.mode == kModeVirtual) {
     u64 next_ns = std::numeric_limits<u64>::max();
@@ -309,7 +309,7 @@ u32 MemoryController::deallocate(const Sqe& sqe, MemoryMap::Reader* reader) {
   return kOk;
 }
 
-// A deallocated block reads as zeros here, one of the behaviours that drives may choose.
+// Deallocated blocks read as zeros here, which is one of the allowed behaviours.
 void MemoryController::write_zeros(u32 nsid, u64 slba, u64 nlb) {
   u8* medium = medium_[nsid - 1] + (slba << config_.lba_shift);
   const u64 nbytes = nlb << config_.lba_shift;

@@ -1,5 +1,5 @@
-// A controller whose medium is memory: for tests, for the protocol's own ceiling, and for a
-// virtual clock.  It can be told to misbehave in every way that a drive does.
+// A controller whose medium is memory: for tests, for measuring the protocol without a drive, and
+// for a virtual clock.  It can inject the faults of drives.
 #pragma once
 
 #include <condition_variable>
@@ -31,7 +31,7 @@ struct MemoryConfig {
   u32 depth_max;
   u32 mode;        // MemoryMode
   u32 write_back;  // 1: a volatile write cache that power_cut may lose
-  // Of the drive on the virtual clock.
+  // Properties of the drive on the virtual clock.
   u64 channel_bandwidth;  // bytes per second of one of its channels
   u32 channels;           // that each move one transfer at a time; 0 = as many as there are
   u32 crowd;              // with more transfers in flight than this each takes
@@ -40,8 +40,8 @@ struct MemoryConfig {
 };
 static_assert(sizeof(MemoryConfig) == 88, "layout shared with Python");
 
-// Chances are in ppm of commands and are drawn from `seed` and the number of the command since
-// the faults were set, so one order of commands always meets the same faults.
+// Probabilities are in ppm of commands.  They are drawn from `seed` and the command's number since
+// the faults were set, so the same order of commands always has the same faults.
 struct FaultConfig {
   u64 seed;
   u64 stall_from;  // this command (1 is the first) and all later ones get no answer; 0 = never
@@ -80,7 +80,7 @@ struct MemoryStats {
   u64 unanswered;  // commands that are held back now
 };
 
-// What is wrong with one command.
+// The faults of one command.
 struct Verdict {
   u32 status = kOk;
   u32 delay_turns = 0;
@@ -108,10 +108,10 @@ class FaultPlan {
   bool is_active_ = false;
 };
 
-// The writes since the last flush, so that a power cut can lose any subset of them.
+// The writes since the last flush; a power cut loses a subset of them.
 class WriteCache {
  public:
-  // Called before the medium changes.  A durable write (FUA) survives every power cut.
+  // Records a write; called before the medium changes.  A durable write (FUA) is never lost.
   void note(u32 nsid, u8* target, u64 nbytes, bool is_durable);
   void flush(u32 nsid);
   void power_cut(u64 seed, u64 lba_nbytes);
@@ -144,7 +144,7 @@ class MemoryController final : public Controller {
     return config_.mode == kModeVirtual ? now_ns() : monotonic_ns;
   }
 
-  // All of these may be called by any thread at any time.
+  // The functions below may be called by any thread at any time.
   u8* medium(u32 nsid) const;
   void set_faults(const FaultConfig& config);
   void add_fault(const RangeFault& fault);
@@ -206,7 +206,7 @@ class MemoryController final : public Controller {
   u64 busy_until_ns_[2] = {0, 0};  // by direction: reads, writes
   std::vector<u64> channel_until_ns_;
 
-  // Of the servicing thread alone.
+  // Used only by the serving thread.
   bool has_held_ = false;
 
   std::mutex wake_mutex_;
@@ -219,19 +219,19 @@ class MemoryController final : public Controller {
 extern "C" {
 // 0 and a controller that gio_controller_destroy frees; or -EINVAL, -ENOMEM.
 TUTTI_API int gio_memory_controller_create(const gio::MemoryConfig*, gio::Controller** out);
-// The functions below take such a controller only.  Null for a namespace that does not exist.
+// The functions below take only such a controller.  Null for a namespace that does not exist.
 TUTTI_API void* gio_memory_controller_medium(gio::Controller*, uint32_t nsid);
 TUTTI_API void gio_memory_controller_faults(gio::Controller*, const gio::FaultConfig*);
 TUTTI_API void gio_memory_controller_fault_range(gio::Controller*, const gio::RangeFault*);
-// The next turn of service() executes and answers what went unanswered; pairs with stall_from.
+// Lets the next turn of service() execute and answer stalled commands; pairs with stall_from.
 TUTTI_API void gio_memory_controller_release(gio::Controller*);
-// Loses or tears any subset of the unflushed writes.  Reset first: what is held is not lost.
+// Loses or tears a subset of the unflushed writes.  Reset first: held commands are not lost.
 TUTTI_API void gio_memory_controller_power_cut(gio::Controller*, uint64_t seed);
 TUTTI_API void gio_memory_controller_stats(gio::Controller*, gio::MemoryStats* out);
 TUTTI_API uint64_t gio_memory_controller_now_ns(gio::Controller*);
-// Lets virtual time pass outside of the drive.
+// Advances virtual time while the drive is idle.
 TUTTI_API void gio_memory_controller_advance(gio::Controller*, uint64_t duration_ns);
-// What is due later stays in flight, so that something else can happen at `limit_ns`.
+// Virtual time stops at `limit_ns`: commands that are due later stay in flight.
 TUTTI_API void gio_memory_controller_limit(gio::Controller*, uint64_t limit_ns);
 // Writes (opcode, first LBA) of the next n commands to 2n words, zeroed by the caller; 0 ends that.
 TUTTI_API void gio_memory_controller_trace(gio::Controller*, uint64_t* words, uint64_t n);

@@ -1,5 +1,5 @@
-// The memory controller's ways to misbehave: faults drawn from a seed, and a write cache whose
-// contents a power cut loses.
+// Fault injection of the memory controller: faults drawn from a seed, and a write cache whose
+// content a power cut loses.
 #include <algorithm>
 
 #include "controller_memory.h"
@@ -42,7 +42,7 @@ void FaultPlan::set(const FaultConfig& faults) {
                                  faults.torn_ppm | faults.lost_ppm | faults.short_ppm) != 0;
 }
 
-// Draws every chance for every command, so that changing one leaves the others' choices alone.
+// Draws every fault for every command, so that a change of one probability does not affect others.
 Verdict FaultPlan::judge(const Sqe& sqe) {
   Verdict verdict;
   ++n_;
@@ -107,8 +107,8 @@ void WriteCache::flush(u32 nsid) {
   for (const Write& write : writes_) nbytes_ += write.bytes.size();
 }
 
-// Undoes all writes, newest first, keeping what each wrote; then redoes a random subset, each
-// write whole or some of its blocks.  Durable writes are always redone.
+// Undoes all writes, newest first, and saves what each wrote; then redoes a random subset of them,
+// whole or in part.  Durable writes are always redone.
 void WriteCache::power_cut(u64 seed, u64 lba_nbytes) {
   Random random(seed);
   for (auto write = writes_.rbegin(); write != writes_.rend(); ++write) {

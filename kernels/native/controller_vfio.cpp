@@ -30,7 +30,7 @@ constexpr u64 kFatalNs = 5'000'000'000;  // for the restart of a drive that repo
 constexpr u32 kAllOnes = 0xffffffffu;    // what reads of an absent PCI device return
 constexpr u32 kCstsFatal = 1u << 1;      // CSTS.CFS
 
-// For queues whose drive is disabled: its doorbells are made new as well.
+// For queues of a disabled drive, whose doorbells are reset as well.
 struct NoDoorbell {
   static void ring(u32*, u32) {}
   static void ring_head(u32*, u32) {}
@@ -49,7 +49,7 @@ void drain(int fd) {
 
 bool has_completion(const QueuePair& qp) {
   const u32 head = load_relaxed(&qp.cq_head);
-  // Pairs with the drive's write of the CQE; who reaps it acquires again.
+  // Pairs with the drive's write of the CQE; the thread that reaps it acquires again.
   const u32 dw3 = load_acquire(&at<Cqe>(qp.cq)[head & (qp.depth - 1)].status);
   return cqe_phase(dw3) == (((head / qp.depth) & 1u) ^ 1u);
 }
@@ -58,20 +58,20 @@ bool is_free(const QueuePair& qp, u32 cid) {
   return (load_relaxed(&at<u32>(qp.cid_free)[cid / 32]) >> (cid % 32) & 1u) != 0;
 }
 
-// Whether a doorbell has to be written when its shadow went from `old` to `value`: the drive asked
-// to be told when it passes `event` (NVM Express Base Specification 2.0, Doorbell Buffer Config).
+// Whether a doorbell must be written when its shadow changed from `old` to `value`: the drive asked
+// for that when it passes `event` (NVM Express Base Specification 2.0, Doorbell Buffer Config).
 bool passes(u32 event, u32 value, u32 old) {
   const u16 ahead = static_cast<u16>(value - event - 1);
   return ahead < static_cast<u16>(value - old);
 }
 
-// Or a forked child keeps the device for as long as it lives.
+// Excludes a mapping from forked children, which would otherwise keep the device open.
 void keep_from_children(u64 address, u64 nbytes) {
   madvise(at<void>(address), nbytes, MADV_DONTFORK);
 }
 
-// Puts other memory in the place of the doorbells at once, while other threads store to them.  Not
-// by libc's mmap, which the thread sanitizer takes for a write to all of it.
+// Replaces the mapping of the doorbells atomically, while other threads store to them.  Does not
+// use libc's mmap, which the thread sanitizer treats as a write to all of it.
 int replace_mapping(u64 address, u64 nbytes, int flags, int fd, u64 offset) {
   const long mapped = syscall(SYS_mmap, address, nbytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED,
                               fd, static_cast<off_t>(offset));
@@ -80,7 +80,7 @@ int replace_mapping(u64 address, u64 nbytes, int flags, int fd, u64 offset) {
   return 0;
 }
 
-// Memory of no drive, all zeros.
+// Replaces a mapping by ordinary memory of zeros.
 int replace_by_plain(u64 address, u64 nbytes) {
   return replace_mapping(address, nbytes, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
@@ -113,7 +113,7 @@ int VfioController::map_doorbells() {
 
 int VfioController::attach_pair(QueuePair* qp) {
   if (is_claimed()) return -EBUSY;
-  // All memory first: what follows cannot fail, nor can the thread that serves the pair.
+  // Allocates first: the rest cannot fail, and the serving thread must not allocate.
   pairs_.reserve(pairs_.size() + 1);
   rung_.resize(2 * pairs_.size() + 2, 0);
   parked_words_.resize(rung_.size());
@@ -189,7 +189,7 @@ u32 VfioController::late_commands(LateCommand* out, u32 max) {
   return static_cast<u32>(late_.size());
 }
 
-// Stores of other threads go to one page or to the other: the kernel changes the mapping at once.
+// The kernel replaces the mapping atomically: other threads store to the old or the new page.
 int VfioController::park() {
   if (is_gone_) return -ENODEV;
   const int result = replace_by_plain(doorbells_, config_.doorbells_nbytes);
@@ -217,7 +217,7 @@ void VfioController::answer_ask() {
   asked_.store(kAskNothing, std::memory_order_release);  // pairs with asked
 }
 
-// The doorbells are the drive's again.  What was rung meanwhile, since end_all, is rung now.
+// Maps the drive's doorbells again, and rings those that were rung since end_all.
 int VfioController::go_on() {
   std::vector<u32>& words = parked_words_;
   for (size_t i = 0; i < pairs_.size(); ++i) {
@@ -236,7 +236,7 @@ int VfioController::go_on() {
   return 0;
 }
 
-// Shadow doorbells are words in memory; the register is written when the drive asked for it.
+// Writes the registers of shadow doorbells (words in memory) if the drive asked for it.
 void VfioController::forward_shadows() {
   for (size_t i = 0; i < pairs_.size(); ++i) {
     for (u32 k = 0; k < 2; ++k) {  // SQ tail, CQ head
@@ -245,8 +245,8 @@ void VfioController::forward_shadows() {
       const u32 value = load_acquire(at<u32>(config_.shadow + offset));
       u32* rung = &rung_[2 * i + k];
       if (value == *rung) continue;
-      // Pairs with the drive's fence between its event index and its look at the shadow: one of
-      // the two sees the other.
+      // Pairs with the drive's fence between its write of the event index and its read of the
+      // shadow: one of the two sees the other's write.
       __atomic_thread_fence(__ATOMIC_SEQ_CST);
       const u32 event = load_relaxed(at<u32>(config_.event_index + offset));
       if (passes(event, value, *rung)) {
@@ -268,7 +268,8 @@ void VfioController::poll_on(pollfd* fds) const {
   fds[1] = {config_.request_fd, POLLIN, 0};
 }
 
-// Nothing wakes the thread when a drive without interrupts answers, or a shadow doorbell is rung.
+// Limits sleeps: nothing wakes the thread when a drive without interrupts answers, or a shadow
+// doorbell is rung.
 u64 VfioController::sleep_max(u64 timeout_ns) const {
   const bool is_silent = config_.irq_fd < 0 || config_.shadow != 0;
   return is_silent ? std::min(timeout_ns, kNapNs) : timeout_ns;
@@ -295,7 +296,7 @@ void VfioController::sleep(u64 timeout_ns) {
   woke(fds);
 }
 
-// An idle drive may have left; reads of one that did are all ones, or fail.
+// Checks whether the drive is gone: reads of its registers are all ones then, or fail.
 void VfioController::check_health() {
   if (is_parked_) return;  // it is being reset
   u32 csts = 0;
@@ -313,10 +314,11 @@ int VfioController::lose() {
   unmap.argsz = sizeof unmap;
   unmap.flags = VFIO_DMA_UNMAP_FLAG_ALL;
   if (ioctl(config_.container_fd, VFIO_IOMMU_UNMAP_DMA, &unmap) < 0) return -errno;
-  // Late doorbells land in ordinary memory, from where refuse() answers.
+  // Later doorbells go to ordinary memory, where refuse() reads them.
   const int result = replace_by_plain(doorbells_, config_.doorbells_nbytes);
   if (result != 0) return result;
-  // The kernel waits for the device's last descriptor; the number stays taken until Python closes.
+  // The kernel waits for the close of the device's last descriptor.  /dev/null keeps the
+  // descriptor's number in use until Python closes it.
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
   if (nothing >= 0) {
     dup3(nothing, config_.device_fd, O_CLOEXEC);
@@ -345,9 +347,9 @@ void VfioController::end_all(u32 status) {
   }
 }
 
-// Both rings start again with their first entry, as a new queue of the drive does.  When there was
-// a command, one completion is left in the last slot for its submitter to find: reaping it leads
-// to slot 0, and looking at all its commands is what every submitter does after it reaped.
+// Both rings restart at their first entry, as the drive's new queues do.  If there were commands,
+// one completion is left in the last slot: its submitter reaps it, which moves on to slot 0, and
+// then checks all of its commands, as after every reap.
 void VfioController::end_commands(QueuePair* qp, u32 status) {
   const u32 depth = qp->depth;
   u32* const completions = at<u32>(qp->completions);
@@ -374,7 +376,7 @@ void VfioController::end_commands(QueuePair* qp, u32 status) {
                 make_cqe_status(carrier, 0, completions[carrier] & ~kCompleted));
 }
 
-// The software that stands in for a drive that is gone.
+// Completes commands of a drive that is gone, in software.
 u32 VfioController::refuse(u64 timeout_ns) {
   u32 posted = 0;
   for (ControllerQueue& queue : queues_) {

@@ -1,9 +1,9 @@
-// A drive that this process owns through vfio.  The queues' submitters ring the drive itself and
-// read what the drive wrote; what is left for this class is to sleep until the drive has answered,
-// to forward shadow doorbells, and to say when a drive is lost.
+// A drive that this process owns through vfio.  Submitters ring the drive itself and read its
+// completions.  This class sleeps until the drive has answered, forwards shadow doorbells, and
+// detects that a drive is lost.
 //
-// Registers, admin commands and the rebuilding of queues after a reset are Python's
-// (tutti/gio_uring/drives/admin.py), reached by the `restart` callback.
+// Registers, admin commands and the creation of queues after a reset are in Python
+// (tutti/gio_uring/drives/admin.py), called through `restart`.
 #pragma once
 
 #include <poll.h>
@@ -47,7 +47,7 @@ struct LateCommand {
 };
 static_assert(sizeof(LateCommand) == 16, "layout shared with Python");
 
-// What a reset by another thread than service()'s asks of that one, which owns the rings.
+// Requests to the thread of service(), which owns the rings, by a reset in another thread.
 enum Ask : u32 { kAskNothing, kAskEndAll, kAskGoOn, kAskLose };
 
 class VfioController final : public Controller {
@@ -64,17 +64,16 @@ class VfioController final : public Controller {
   u32 service(u64 timeout_ns) override;
   void wake() override;
 
-  // Calls `restart`.  A drive that cannot be restarted is lost: the IOMMU then keeps it away from
-  // all memory, which is what a reset has to achieve.  -ETIMEDOUT when even that failed.
+  // Calls `restart`.  A drive that cannot be restarted is lost: the IOMMU then blocks its access to
+  // memory, which is what a reset must achieve.  -ETIMEDOUT if that fails, too.
   int reset(u64 timeout_ns) override;
 
-  // As Controller::attach, for a queue pair of a CPU thread and before anything serves; `qp` has
-  // the drive's doorbells, or its shadow doorbells.  One that a GPU rings and reaps is not
-  // attached.
+  // As Controller::attach, for a queue pair of a CPU thread, before the controller is served; `qp`
+  // has the drive's doorbells, or its shadow doorbells.  A GPU's queue pairs are not attached.
   int attach_pair(QueuePair* qp);
 
-  // Ends every command that has no completion with `status` and makes all rings new.  Only while
-  // the drive is disabled, and between no get_sqe and its submit.
+  // Ends every command without a completion with `status`, and resets all rings.  Only while the
+  // drive is disabled, and while no submitter is between sq_enqueue and sq_ring.
   void end_all(u32 status);
 
   void late(const QueuePair& qp, u32 cid, u64 deadline_ns) override;
@@ -84,21 +83,21 @@ class VfioController final : public Controller {
   // ask for kAskEndAll, enable it and make its queues, ask for kAskGoOn.  An ask is done when
   // asked() is 0.
   //
-  // park: doorbells go to ordinary memory until kAskGoOn; 0, or a negative errno.
+  // park: redirects doorbells to ordinary memory until kAskGoOn; 0, or a negative errno.
   int park();
   void ask(u32 what);
   u32 asked() const;
-  // Commands that are late; returns how many there are, of which at most `max` are written.
+  // Writes up to `max` late commands; returns the number of all.
   u32 late_commands(LateCommand* out, u32 max);
 
-  // Takes all memory and the doorbells away from the drive; 0, or a negative errno.  Every
-  // command, under way or yet to come, ends with kDeviceGone.
+  // Unmaps all memory and the doorbells; 0, or a negative errno.  Every command, in flight or
+  // later, ends with kDeviceGone.
   int lose();
 
   bool is_gone() const { return is_gone_; }
 
-  // For a thread that sleeps on several drives: what to poll, how long at most, and what came of
-  // it.
+  // For a thread that sleeps on several drives: the descriptors to poll, the limit of the sleep,
+  // and the handling of the result.
   static constexpr u32 kPollFds = 2;
   void poll_on(pollfd* fds) const;
   u64 sleep_max(u64 timeout_ns) const;
@@ -136,7 +135,7 @@ class VfioController final : public Controller {
 extern "C" {
 // 0 and a controller that gio_controller_destroy frees; or a negative errno.
 TUTTI_API int gio_vfio_controller_create(const gio::VfioConfig*, gio::Controller** out);
-// The functions below take such a controller only.
+// The functions below take only such a controller.
 TUTTI_API uint64_t gio_vfio_controller_doorbells(gio::Controller*);
 TUTTI_API int gio_vfio_controller_attach(gio::Controller*, gio::QueuePair*);
 TUTTI_API void gio_vfio_controller_end_all(gio::Controller*, uint32_t status);

@@ -18,7 +18,7 @@ Result call(void* function, std::tuple<Arguments...> arguments) {
   return std::apply(reinterpret_cast<Result (*)(Arguments...)>(function), arguments);
 }
 
-// A word of a call as the driver's type of pointer.
+// Converts a word of a call to a driver's pointer type.
 template <typename T>
 T* as(uint64_t word) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(word));
@@ -79,7 +79,7 @@ int32_t tutti_cuda_calls(const tutti_cuda_driver* driver, uint64_t context,
   if (is_foreign) {
     if (const Result r = call(driver->push, std::tuple{as<void>(context)}); r != 0) return r;
   }
-  // A graph that another thread captures is none of this one's: a query would end its capture
+  // Thread-local capture mode: otherwise a query would end the capture of a graph by another thread
   // (pytorch/pytorch#104487).
   int mode = kOwnCaptures;
   const bool is_changed = call(driver->capture_mode, std::tuple{&mode}) == 0;

@@ -1,7 +1,7 @@
-// Many calls of CUDA's driver in one: those that put work on a stream, or ask how far it is.
+// Many calls of CUDA's driver in one: calls that enqueue work on a stream, or query its progress.
 //
 // Loaded by tutti/gio_uring/gpu/calls.py through ctypes, which releases the GIL once for all of
-// them. The driver is not linked: its functions are passed, as cuGetProcAddress gives them.
+// them. The driver is not linked: its functions, from cuGetProcAddress, are passed.
 // Names and arguments: CUDA Driver API reference manual, 13.0.
 #ifndef TUTTI_NATIVE_CUDA_CALLS_H_
 #define TUTTI_NATIVE_CUDA_CALLS_H_
@@ -31,8 +31,8 @@ struct tutti_cuda_call {
   uint64_t operands[4];
 };
 
-// Functions of the driver. get_current, push, pop: of contexts. capture_mode:
-// cuThreadExchangeStreamCaptureMode.
+// Functions of the driver. get_current, push, pop: cuCtxGetCurrent, cuCtxPushCurrent and
+// cuCtxPopCurrent. capture_mode: cuThreadExchangeStreamCaptureMode.
 struct tutti_cuda_driver {
   void* get_current;
   void* push;
@@ -41,9 +41,9 @@ struct tutti_cuda_driver {
   void* of_kinds[kTuttiCudaKinds];
 };
 
-// Makes n calls in their order in a context, and leaves the thread's own context and capture mode.
-// Returns the first CUresult that is not 0, and in made how many calls succeeded: n where all did,
-// and UINT64_MAX where the context could not be made current.
+// Makes n calls, in order, in a context; restores the thread's context and capture mode. Returns
+// the first CUresult that is not 0; made: the number of calls that succeeded, or UINT64_MAX if the
+// context could not be made current.
 TUTTI_API int32_t tutti_cuda_calls(const struct tutti_cuda_driver* driver, uint64_t context,
                                    const struct tutti_cuda_call* calls, uint64_t n, uint64_t* made);
 

@@ -1,7 +1,7 @@
-// Descriptors of this process alone: a forked child closes its copies at once.
+// File descriptors that a forked child closes at once.
 //
-// The lock of a file lasts as long as any copy of its descriptor, and a ring keeps its files: a
-// parent that is killed would leave its pool locked while a child lives.
+// A file's lock lasts as long as any copy of its descriptor, and a ring references its files.
+// Otherwise, after the parent was killed, its pool would stay locked while a child lives.
 #pragma once
 
 #include <pthread.h>
@@ -20,7 +20,7 @@ class Descriptors {
     return *all;
   }
 
-  // From now on a child closes `fd`, which is not negative.
+  // Registers `fd` (not negative) to be closed in children.
   void add(int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     fds_.push_back(fd);
@@ -34,7 +34,7 @@ class Descriptors {
   }
 
  private:
-  // The mutex is taken around every fork, so that the child finds the list whole.
+  // The mutex is taken around every fork, so that the list is consistent in the child.
   Descriptors() {
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().close_copies(); });

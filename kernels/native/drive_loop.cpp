@@ -1,4 +1,4 @@
-// One drive's thread: issues commands as they are due, rings the queue pair (vfio too) and reaps.
+// One drive's thread: issues commands in order of due times, rings the queue pair and reaps.
 #include "drive_loop.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ ServiceThread::ServiceThread(Engine* engine, const ServiceThreadConfig& config, 
       fixed_window_(window_nbytes),
       commands_(qp_->depth) {
   active_.reserve(qp_->depth);
-  // issue() stops at twice the depth; a turn and a reset can each add as many as are in flight.
+  // issue() stops at twice the depth; a turn and a reset can each add all commands in flight.
   finished_.reserve(4 * qp_->depth);
   to_digest_.reserve(4 * qp_->depth);
   start_windows();
@@ -50,7 +50,7 @@ void ServiceThread::want_reset(u64 timeout_ns) {
   controller_->wake();
 }
 
-// Ends when stop() was called and nothing is left; each turn is bounded by kIdleNs.
+// Ends after stop() when no command is left; each turn is bounded by kIdleNs.
 void ServiceThread::loop() {
   u64 now = monotonic_ns();
   while (must_run()) {
@@ -108,8 +108,8 @@ void ServiceThread::accept() {
   }
 }
 
-// Its next layer is due now, the others as fast as the drive delivers them.  What nothing waits for
-// is due later, so that it comes after all others, but comes.
+// Sets a load's due times: its next layer is due now, the others at the drive's rate.  A load that
+// nothing waits for is due later, so that it goes after all others, but is not starved.
 void ServiceThread::begin_load(Part* part, u64 clock_ns) {
   const JobConfig& config = part->job->config;
   const u64 layer_nbytes = static_cast<u64>(config.iocb.n_pages) * config.iocb.slice_nlb
@@ -138,8 +138,8 @@ void ServiceThread::end_due(Part* part) {
   part->is_due = false;
 }
 
-// Puts a part with commands to issue where its next layer's turn is.  A held load may be granted
-// before it arrives here, or later: it begins when it is.
+// Inserts a part with commands to issue by the due time of its next layer.  A held load may be
+// granted before or after it arrives here, and begins when it is granted.
 void ServiceThread::list(Part* part) {
   const u32 priority = std::min<u32>(part->job->config.priority, kStores);
   const u64 layer = part->next / part->n_runs;
@@ -154,8 +154,8 @@ void ServiceThread::list(Part* part) {
   ready_[priority].insert(std::move(part->place));
 }
 
-// The part whose next command is due first.  Lower priorities go first, but a share of the window
-// is the last one's: loads must not starve stores.
+// The part whose next command is due first.  Priorities go in ascending order, but a share of the
+// window belongs to the last one, so that loads do not starve stores.
 Part* ServiceThread::pick() {
   const u64 share = window(kKinds - 1) / kShare;
   const bool owed = !ready_[kStores].empty() && inflight_late_ < share &&
@@ -210,7 +210,7 @@ bool ServiceThread::issue(u64 now, u64 clock_ns) {
   return any;
 }
 
-// The next layer of the part whose turn it was has another one.
+// Inserts a part again, with the due time of its next layer.
 void ServiceThread::relist(Part* part) {
   Part::Turns& ready = ready_[std::min<u32>(part->job->config.priority, kStores)];
   part->place = ready.extract(ready.begin());
@@ -304,8 +304,8 @@ void ServiceThread::add_stats(EngineStats* stats) const {
   stats->thread_cpu_ns += stats_[kCpu];
 }
 
-// A late command fails its job at once, so that its waiters wake; the CID and all
-// memory stay owned until the CQE comes or the controller was reset.
+// Fails the jobs of late commands at once, so that their waiters wake; the CID and all memory
+// stay owned until the CQE comes or the controller was reset.
 void ServiceThread::check_deadlines(u64 now) {
   for (const Part::Turn& turn : held_) {  // a submitter that is stuck costs time, not service
     Job* job = turn.part->job;
@@ -334,7 +334,7 @@ void ServiceThread::check_deadlines(u64 now) {
   }
 }
 
-// One command ended.  Its digests are looked at once the gate is open.
+// Handles the end of a command.  Its digests are compared once the gate is open.
 void ServiceThread::finish(Part* part, const Completed& completed) {
   Job* job = part->job;
   if (!job->gate && !job->done) {
@@ -346,7 +346,7 @@ void ServiceThread::finish(Part* part, const Completed& completed) {
     const Run& run = job->runs[completed.run];
     if (completed.status != kOk) {
       const u32 end = run.first + (job->has_pages ? run_slices(job->config.iocb, run) : 0);
-      // A drive cannot know that a close deleted its queues.
+      // A drive does not report that its queues were deleted because of a close.
       const bool is_closed = engine_->stop_ && completed.status == kAbortedSqDeletion;
       engine_->mark_pages(job, run.first, end, is_closed ? kCancelled : completed.status);
     }
@@ -360,8 +360,8 @@ void ServiceThread::finish(Part* part, const Completed& completed) {
   maybe_drop(part);
 }
 
-// What jobs' flags ask for: cancelled ones end, gates that were opened are passed, and parts of
-// jobs that are done leave their queues.
+// Handles flags of jobs: ends cancelled ones, continues those whose gate was opened, and removes
+// parts of jobs that are done.
 void ServiceThread::run_attention() {
   for (Part& part : parts_) {
     Job* job = part.job;
@@ -391,7 +391,7 @@ void ServiceThread::run_attention() {
   }
 }
 
-// On with held parts that were granted more layers.
+// Continues held parts that were granted more layers.
 void ServiceThread::list_granted() {
   for (auto turn = held_.begin(); turn != held_.end();) {
     const auto here = turn++;
@@ -402,8 +402,7 @@ void ServiceThread::list_granted() {
   }
 }
 
-// The service thread has nothing more to do with a part whose commands were all issued, or given
-// up, and have ended.
+// Drops a part if all of its commands were issued, or never will be, and have ended.
 void ServiceThread::maybe_drop(Part* part) {
   Job* job = part->job;
   if (part->place.empty() || part->outstanding != 0) return;  // listed, or in flight

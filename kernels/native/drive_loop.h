@@ -1,4 +1,4 @@
-// The service thread of one drive of the host engine: its queue pair, and what it has to issue.
+// The service thread of one drive of the host engine: its queue pair and its commands.
 #pragma once
 
 #include <list>
@@ -10,11 +10,11 @@
 
 namespace gio {
 
-// One service thread's part of a job.  Used by that thread only.
+// The part of a job on one service thread.  Used only by that thread.
 struct Part {
   explicit Part(Job* its_job) : job(its_job), place(of_its_own()) {}
 
-  // The order of parts with commands to issue.
+  // The key by which parts with commands to issue are ordered.
   struct Turn {
     u64 due_ns;
     u64 order;
@@ -94,7 +94,7 @@ class ServiceThread {
     Completed completed;
   };
   enum Stat { kCommands, kBytesRead, kBytesWritten, kTimeouts, kCpu, kStats };
-  // Commands of a direction and of about one size share a window.
+  // Commands of the same direction and of similar size share a window.
   static constexpr u32 kSizes = 4;
   static constexpr u32 kKinds = 2 * kSizes;
   static constexpr u32 kAlways = 256;
@@ -176,7 +176,7 @@ class ServiceThread {
   u32 kind_of_direction_[2] = {kSizes - 1, kKinds - 1};
   u64 latency_ns_[2] = {0, 0};
 
-  // Under the engine's mutex.
+  // Guarded by the engine's mutex.
   std::list<Part> incoming_;
   bool reset_wanted_ = false;
   u64 reset_timeout_ns_ = 0;

@@ -1,4 +1,4 @@
-// What a drive may have in flight, from what it was seen to do: its windows, and how loads begin.
+// Decides what a drive may have in flight, from measurements: its windows, and how loads begin.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -8,11 +8,12 @@
 namespace gio {
 namespace {
 
-// Of the best rate: what a window has at least, while a layer is waited for or of stores, and else.
+// The share of the best rate that windows must reach: for stores, and while a layer is waited for
+// (narrow); and for others (wide).
 constexpr double kNarrowShare = 0.98;
 constexpr double kWideShare = 0.995;
-// What a window begins with at most: of stores, because a load that comes waits for those that are
-// in flight, and while a layer is waited for, because it may come with the last one in flight.
+// Most bytes that a window starts with: for stores, because a new load waits for those in flight;
+// and while a layer is waited for, because it may be reported only with the last one in flight.
 constexpr u64 kStartStoreNbytes = 4 << 20;
 constexpr u64 kStartWaitedNbytes = 8 << 20;
 constexpr u64 kSizeNbytes[] = {64 << 10, 256 << 10, 512 << 10, 1 << 20};
@@ -39,18 +40,18 @@ u64 ServiceThread::window(u32 kind) {
   return fixed_window_ != 0 ? fixed_window_ : window_of(kind).nbytes();
 }
 
-// What is delivered from now on was not issued under this kind's windows alone.
+// Ends the sample of a kind: later deliveries were not issued under its windows alone.
 void ServiceThread::interrupt(u32 kind) {
   windows_[0][kind].interrupt();
   windows_[1][kind].interrupt();
 }
 
-// Whether the next command of a part has to wait for one that is in flight.  Drives may report
-// commands only once the last one of those in flight has ended, so a load that finds a drive idle
-// begins with its first layer, or with about what the drive moves in the time that a command alone
-// takes, and goes on with that and three times what is there already.  A drive that was seen to do
-// that gets little beyond the first layer, and then the rest: each group costs a pause.  There a
-// load whose layers are consumed goes on with groups that arrive when they are needed.
+// Whether the next command of a part must wait for one in flight.  Some drives report commands only
+// when all commands in flight have ended.  So a load that finds the drive idle begins with its
+// first layer, or with what the drive moves in the time of a single command, and goes on with that
+// and three times what has arrived.  A drive that was seen to report so gets little more than the
+// first layer, and then the rest, because each group costs a pause.  If such a load's layers are
+// consumed one by one, it is issued in groups that arrive when they are needed.
 bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   if (part->job->config.priority == kRecords) return false;
   const bool is_grouped = fixed_window_ == 0 && comes_in_groups(*part);
@@ -74,23 +75,23 @@ bool ServiceThread::is_full(Part* part, u32 kind, u64 nbytes) {
   return active_.size() >= kFloorCommands && inflight_nbytes_ + nbytes > window(kind);
 }
 
-// Whether a store that stops for loads and found the drive idle waits until as many of its commands
-// have ended as are in flight: a load often follows it at once, and has to wait for these.
+// Whether a store that yields to loads, and found the drive idle, waits until as many of its
+// commands have ended as are in flight: a load often follows at once, and must wait for these.
 bool ServiceThread::begins_slowly(const Part& part) const {
   const bool can_stop = part.job->config.priority == kStores && part.job->config.held != 0;
   return can_stop && part.from_idle && active_.size() == part.in_flight &&
          2 * part.in_flight > part.next;
 }
 
-// Whether a thread consumes a load's layers, the drive has no other load to mix with it, and
-// commands that are in flight together delay each other's reports.
+// Whether a thread consumes a load's layers, the drive has no other load, and commands in flight
+// together delay each other's completions.
 bool ServiceThread::comes_in_groups(const Part& part) const {
   const Job& job = *part.job;
   return reports_together() && opening_rate_ != 0 && job.config.priority == kLoads &&
          loads_due_ <= 1 && job.consumer.asked() != 0 && part.layer_nbytes != 0;
 }
 
-// Nothing of the part is in flight.
+// Begins the next group of commands of a part that has none in flight.
 void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
   const Job& job = *part->job;
   const u32 ready = static_cast<u32>(part->next / part->n_runs);
@@ -110,13 +111,14 @@ void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
   part->group_until_ns = clock_ns() + kOpeningNs;
 }
 
-// How long a command of this kind takes with no other in flight.
+// Time of a command of this kind with no other in flight.
 u64 ServiceThread::alone_ns(u32 kind) const {
   if (alone_ns_[kind] != 0) return alone_ns_[kind];
   return *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
 }
 
-// A command that failed ends an opening like any other, but says nothing about the drive's speed.
+// Measures a command that ended.  A failed one is no evidence of the drive's speed, but ends an
+// opening like any other.
 void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
   if (command.nbytes == 0) return;
   const u32 direction = command.kind / kSizes;
@@ -146,7 +148,7 @@ void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
   }
 }
 
-// For readers on other threads.
+// Publishes the windows' statistics to other threads.
 void ServiceThread::publish_windows() {
   u64 words[sizeof(WindowStats) / sizeof(u64)];
   WindowStats stats = {};

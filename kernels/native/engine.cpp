@@ -1,4 +1,4 @@
-// The host engine: jobs, from their submission to their release, and what waits for them.
+// The host engine: jobs, from their submission to their release, and their waiters.
 #include "engine.h"
 
 #include <errno.h>
@@ -20,7 +20,7 @@ u64 clock_ns(clockid_t id) {
   return static_cast<u64>(t.tv_sec) * 1'000'000'000u + static_cast<u64>(t.tv_nsec);
 }
 
-// The first error of a page, or of a job, stays.
+// Sets a status unless it is set: the first error of a page, or of a job, is kept.
 void set_once(u32* word, u32 status) {
   u32 none = 0;  // pairs with the caller's read once the job is done
   __atomic_compare_exchange_n(word, &none, status, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
@@ -28,7 +28,7 @@ void set_once(u32* word, u32 status) {
 
 }  // namespace
 
-// What follows a job, made with it.
+// A job that follows another one, allocated with it.
 struct Next {
   explicit Next(const JobConfig& config) : job(config) {}
 
@@ -96,7 +96,7 @@ Engine::~Engine() {
   for (auto& thread : threads_) thread->join();  // stop() came before and bounded this
 }
 
-// The runs of each service thread's namespaces; a slice is of one namespace, so no two share one.
+// Splits a job's runs by service thread; a slice has one namespace, so no two threads share it.
 std::vector<std::list<Part>> Engine::split(Job* job) const {
   std::vector<std::list<Part>> parts(n_threads_);
   const u32 n_runs = job->config.iocb.n_runs;
@@ -142,7 +142,7 @@ int Engine::submit(const JobConfig& config, Job** out) {
   return 0;
 }
 
-// Hands the parts of a job to their service threads.  The mutex is held.
+// Gives the parts of a job to their service threads.  The mutex must be held.
 void Engine::begin(Job* job, std::vector<std::list<Part>>* parts) {
   ++jobs_;
   if (job->n_layers == 0) return;
@@ -162,7 +162,7 @@ int Engine::wait(u64 timeout_ns, Ready ready) {
   return ok ? 0 : -ETIMEDOUT;
 }
 
-// The controllers' clock; 0 once they may be gone.
+// The controllers' clock; 0 once they may have been destroyed.
 u64 Engine::clock_ns() {
   std::lock_guard<std::mutex> lock(mutex_);
   return exited_ ? 0 : threads_[0]->clock_ns();
@@ -214,8 +214,8 @@ void Engine::cancel(Job* job) {
   attend();
 }
 
-// Every service thread checks its parts for what a job's flags ask for.  Ended threads have none,
-// and their controllers may be gone.
+// Makes every service thread check the flags of its jobs.  Threads that have ended have no jobs,
+// and their controllers may have been destroyed.
 void Engine::attend() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (exited_) return;
@@ -259,7 +259,7 @@ int Engine::stop(u64 timeout_ns) {
   return 0;
 }
 
-// The last service thread ends the workers, which have no more tasks than those that are queued.
+// Called at a service thread's end; the last one ends the workers, once they have no tasks.
 void Engine::thread_ended() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -288,7 +288,8 @@ bool Engine::window_stats(u32 thread, WindowStats* out) const {
   return true;
 }
 
-// One command of a layer ended, its digests included: moves the watermark over finished layers.
+// Handles the end of a command of a layer, digests included: advances the watermark over finished
+// layers.
 void Engine::layer_command_ended(Job* job, u32 layer) {
   if (--job->layer_left[layer] != 0) return;
   std::lock_guard<std::mutex> lock(job->mutex);
@@ -316,8 +317,8 @@ void Engine::mark_pages(Job* job, u32 first, u32 end, u32 status) {
   for (u32 i = first; i < end; ++i) set_once(&at<u32>(job->config.page_status)[i], status);
 }
 
-// Gives up on a job: its waiters are released, and every page that has no status yet gets this
-// one, because no page of a job is whole before its last layer.
+// Fails a job: releases its waiters, and sets this status for every page without one, because no
+// page is complete before the job's last layer.
 void Engine::abandon(Job* job, u32 status) {
   {
     std::lock_guard<std::mutex> lock(job->mutex);
@@ -331,7 +332,7 @@ void Engine::abandon(Job* job, u32 status) {
   attend();
 }
 
-// Its outcome is known.  The job's mutex is held.
+// Ends a job whose outcome is known.  The job's mutex must be held.
 void Engine::end(Job* job) {
   job->done_ns = monotonic_ns();
   job->done = true;
@@ -347,7 +348,7 @@ void Engine::drop(Job* job) {
   if (waiters_ != 0) changed_.notify_all();
 }
 
-// All of a job went well: begins the next one, which ends it; false when the engine stops.
+// After a job that succeeded: begins the one that follows it; false if the engine stops.
 bool Engine::follow(Job* job) {
   reinterpret_cast<void (*)(u64)>(job->config.before_then)(job->config.context);
   {
@@ -362,13 +363,13 @@ bool Engine::follow(Job* job) {
   return true;
 }
 
-// A tag for gio_engine_next.  The mutex is held.
+// Adds a tag for gio_engine_next.  The mutex must be held.
 void Engine::tell_released(std::list<u64>* tag) {
   released_.splice(released_.end(), *tag);
   released_came_.notify_all();
 }
 
-// Layers of a job are ready, or it is done: wakes waiters if one waits for so few.
+// Wakes waiters of a job after layers became ready or it ended, if one waits for so few layers.
 void Engine::notify(const Job* job) {
   if (waiters_ == 0 || (!job->done && job->layers_ready < job->waited)) return;
   std::lock_guard<std::mutex> lock(mutex_);

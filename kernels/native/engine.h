@@ -22,15 +22,15 @@
 
 namespace gio {
 
-// 0: records and metadata, small, and others wait for them; 1: loads; 2: stores.
+// Lower ones go first.  0: records and metadata, small and waited for; 1: loads; 2: stores.
 enum Priority : u32 { kRecords = 0, kLoads = 1, kStores = 2, kPriorities = 3 };
 
 enum DigestMode : u32 { kDigestNone = 0, kDigestCompute = 1, kDigestCompare = 2 };
 
 constexpr u64 kReport = u64{1} << 63;  // with a tag of gio_engine_next: layers arrived
 
-// Plain data, mirrored by tutti/gio_uring/engine.py, as are all structs up to Completed.  The
-// arrays stay valid and unmoved until the job is released.
+// Plain data, mirrored by tutti/gio_uring/engine_structs.py, as are all structs up to Completed.
+// The arrays must stay valid, at the same address, until the job is released.
 struct JobConfig {
   Iocb iocb;
   u64 digests;      // u64[n_pages][n_layers], written (compute) or read (compare); or 0
@@ -94,7 +94,7 @@ struct EngineStats {
   u64 digests_offloaded;  // commands whose digests were a worker's
 };
 
-// What a service thread has done, and found out about its drive; index 0 is for reads, 1 for
+// Statistics of a service thread, and measurements of its drive; index 0 is for reads, 1 for
 // writes.
 struct WindowStats {
   u64 window_nbytes[2];  // of commands of the last size; while layers are waited for, if any were
@@ -114,11 +114,11 @@ struct Completed {
   u32 status;
 };
 
-// Who waits for a job's layers, one or a few at a time, and computes with them in between.
-// Written by threads that wait, read by service threads.
+// Model of a consumer, which waits for a job's layers, one or a few at a time, and computes in
+// between.  Written by waiting threads, read by service threads.
 class Consumer {
  public:
-  // It waits for `layers` from now on.
+  // The consumer waits for `layers` layers from now on.
   void asks(u32 layers, u64 now_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (layers <= asked_) return;
@@ -134,9 +134,9 @@ class Consumer {
     has_ = layers;
   }
   u32 asked() const { return asked_; }
-  // How long it takes with a layer, on average; 0 while that is not known.
+  // Average time that the consumer takes per layer; 0 if unknown.
   u64 pace_ns() const { return pace_ns_; }
-  // How long it still takes with the first `ready` layers.
+  // Time until the consumer has used the first `ready` layers.
   u64 busy_ns(u32 ready, u64 now_ns) const {
     const u32 has = has_;
     const u64 next_ns = pace_ns_ * (ready - std::min(ready, has));
@@ -157,8 +157,8 @@ class Consumer {
 
 struct Next;
 
-// Everything that service threads and workers need for a job is allocated by its submitter: they
-// never allocate memory, so that nothing can end them.
+// The submitter allocates everything that service threads and workers need for a job: they never
+// allocate, so that lack of memory cannot end them.
 struct Job {
   explicit Job(const JobConfig& c);
   ~Job();
@@ -195,7 +195,7 @@ struct Job {
 class ServiceThread;
 struct Part;
 
-// Slices [first, end) of one command that ended, to be hashed.
+// A task: to hash slices [first, end) of a command that ended.
 struct DigestTask {
   Job* job;
   u32 layer;
@@ -205,27 +205,28 @@ struct DigestTask {
 
 class Engine {
  public:
-  // The service threads' memory stays the caller's and outlives the engine; the controllers were
-  // claimed.
+  // The service threads' memory belongs to the caller and must outlive the engine; the controllers
+  // must have been claimed.
   explicit Engine(const EngineConfig& config);
   ~Engine();
 
-  // 0 and a job that was taken over, or -ESHUTDOWN after stop().
+  // 0 and the job, or -ESHUTDOWN after stop().
   int submit(const JobConfig& config, Job** out);
   // Waits until `layers` layers are ready or the job is done: 0, or -ETIMEDOUT.
   int wait_layers(Job* job, u32 layers, u64 timeout_ns);
   int wait_released(const Job* job, u64 timeout_ns);
   void open_gate(Job* job);
   void cancel(Job* job);
-  // The first `layers` layers may be issued; gio_engine_next tells once that `report_at` are ready.
+  // Permits the first `layers` layers to be issued; gio_engine_next reports once `report_at` are
+  // ready.
   void grant(Job* job, u32 layers, u32 report_at);
-  // The next released job in order of release: its tag, or that of a report; 0 after the timeout;
-  // all ones once the threads have ended and every job was reported.
+  // The tag of the next released job, in order of release, or of a report; 0 after the timeout; all
+  // ones once the threads have ended and every job was returned.
   u64 next_released(u64 timeout_ns);
-  // Asks the service threads to reset their controllers; 0 when nothing is outstanding any more.
+  // Makes the service threads reset their controllers; 0 when nothing is outstanding any more.
   int reset(u64 timeout_ns);
-  // Ends the threads.  Commands still outstanding after the deadline are reset away; -EBUSY when
-  // even that failed and the memory must not be freed.
+  // Ends the threads.  Resets the controllers if commands are outstanding after the deadline;
+  // -EBUSY if that fails: the memory must not be freed then.
   int stop(u64 timeout_ns);
   EngineStats stats() const;
   bool window_stats(u32 thread, WindowStats* out) const;
@@ -233,7 +234,7 @@ class Engine {
  private:
   friend class ServiceThread;
 
-  // What service threads and workers share: called in any of them.
+  // Called by service threads and workers.
   void digest(const DigestTask& task);
   bool offer(const DigestTask& task);  // false: no worker is free
   bool is_hashing_on(int processor) const;
@@ -292,8 +293,8 @@ u64 thread_cpu_ns();
 }  // namespace gio
 
 extern "C" {
-// 0; -EBUSY while another engine, or its own thread, serves one of the controllers; -ENOMEM or
-// -EAGAIN without memory or threads.
+// 0; -EBUSY if another engine, or a controller's own thread, serves one of the controllers; -ENOMEM
+// or -EAGAIN without memory or threads.
 TUTTI_API int gio_engine_create(const gio::EngineConfig*, gio::Engine** out);
 // See Engine::submit; -ENOMEM without memory for the job.
 TUTTI_API int gio_engine_submit(gio::Engine*, const gio::JobConfig*, gio::Job** out);

@@ -1,4 +1,4 @@
-// Digests of slices: by the workers, or by the service thread where none of them is free, so that
+// Computes digests of slices: in workers, or in the service thread if no worker is free, so that
 // progress never depends on a worker.
 #include <sched.h>
 
@@ -14,7 +14,7 @@ namespace {
 constexpr u64 kOffloadNbytes = 128 << 10;  // less is hashed sooner than handed over
 constexpr u64 kMoveNs = 1'000'000;         // a thread leaves a processor at most so often
 
-// Moves this thread to another processor; from there it may go wherever it was allowed to be.
+// Moves this thread away from a processor, and then restores its affinity mask.
 void leave(int processor) {
   cpu_set_t all;
   if (sched_getaffinity(0, sizeof all, &all) != 0) return;
@@ -25,7 +25,7 @@ void leave(int processor) {
 
 }  // namespace
 
-// Hashes the slices that are whole now; they follow each other.
+// Hashes the slices that are complete now, which are consecutive.
 void ServiceThread::digest_command(Part* part, const Completed& completed) {
   Job* job = part->job;
   const Iocb& io = job->config.iocb;
@@ -56,9 +56,9 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
   }
 }
 
-// What takes a while.  A service thread that is hashing on the processor on which this one runs
-// waits for it, and the kernel may leave both there for as long as a load takes, although another
-// processor has less to do.
+// Hashes in a service thread, which takes long.  Another service thread that hashes on the same
+// processor would wait, and the kernel may leave both there for a whole load, although another
+// processor is less busy.
 void ServiceThread::hash(const DigestTask& task) {
   int processor = sched_getcpu();
   if (engine_->is_hashing_on(processor) && monotonic_ns() >= next_move_ns_) {
@@ -76,7 +76,7 @@ bool Engine::is_hashing_on(int processor) const {
                      [processor](const auto& thread) { return thread->hashes_on() == processor; });
 }
 
-// Hashes slices that have arrived, or are being written, which then counts as the end of a command.
+// Hashes slices that have arrived or are being written; this counts as the end of a command.
 void Engine::digest(const DigestTask& task) {
   Job* job = task.job;
   if (!job->done) {
@@ -106,7 +106,7 @@ void Engine::digest_slice(Job* job, u32 layer, u32 page_index) {
   }
 }
 
-// Hands a task to the workers: false when all of them have enough to do.
+// Gives a task to the workers; false if all of them have enough tasks.
 bool Engine::offer(const DigestTask& task) {
   if (workers_.empty()) return false;
   {

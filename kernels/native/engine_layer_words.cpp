@@ -1,4 +1,4 @@
-// The host engine's side of the words that it shares with the mover of a job's staging memory.
+// The host engine's accesses to the words shared with the mover of a job's staging memory.
 #include <algorithm>
 
 #include "drive_loop.h"
@@ -6,14 +6,14 @@
 namespace gio {
 namespace {
 
-// How often the words are looked at: nothing wakes the thread when a GPU writes one.
+// Interval of polls of the words: nothing wakes the thread when a GPU writes one.
 constexpr u64 kLookNs = 20'000;
 constexpr u64 kLookMostNs = 500'000;
 
 }  // namespace
 
-// Whether the submitter and the mover let the next command's layer begin: its place in the staging
-// memory is free (reads), or filled (writes).
+// Whether the submitter and the mover permit the layer of the next command: its place in staging
+// is free (reads) or filled (writes).
 bool ServiceThread::is_granted(const Part& part) const {
   return part.next / part.n_runs < part.job->granted;
 }
@@ -27,7 +27,7 @@ bool ServiceThread::may_issue(const Part& part) const {
   return moved + config.window > part.next / part.n_runs;
 }
 
-// Parts whose mover is behind: on with those it caught up with, and an end to those it left.
+// Handles parts that wait for their mover: continues them if it has caught up, or times them out.
 void ServiceThread::run_blocked(u64 now) {
   if (blocked_.empty()) {
     mover_ns_ = kLookNs;
@@ -46,7 +46,7 @@ void ServiceThread::run_blocked(u64 now) {
   }
 }
 
-// Tells the mover that layers are in memory, or that they never will be: the status first.
+// Reports to the mover that layers have arrived or failed; stores the status first.
 void Engine::tell_layers(Job* job, u32 from, u32 to) {
   if (job->config.words == 0) return;
   LayerWords* words = at<LayerWords>(job->config.words);

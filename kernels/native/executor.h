@@ -1,5 +1,4 @@
-// What moves bytes between files and memory, below the file controller: io_uring, threads, and a
-// recorder in front of either.
+// Executors do the I/O of the file controller: io_uring, threads, and a recorder around either.
 #pragma once
 
 #include <sys/uio.h>
@@ -13,7 +12,7 @@ namespace gio {
 
 enum class OpKind : u32 { kRead, kWrite, kFlush, kDeallocate };
 
-// One request.  Belongs to the executor from submit() until reap() returned it.
+// One request.  The executor owns it from submit() until reap() returns it.
 struct Op {
   OpKind kind;
   u32 file;    // index into ExecutorConfig::fds, or buffered_fds
@@ -28,18 +27,19 @@ struct Op {
 
 struct Done {
   Op* op;
-  // Bytes moved, possibly fewer than asked for; or negative errno; or below those an NVMe status.
+  // Bytes moved, possibly fewer than requested; or a negative errno; or, below kErrnoMin, an NVMe
+  // status.
   long long result;
 };
 
-// The status of a failed NVMe command, with its bits More and Do Not Retry, as a result.
+// Encodes the status of a failed NVMe command, with its bits More and Do Not Retry, as a result.
 constexpr long long kErrnoMin = -4095;
 constexpr u32 kDoNotRetry = 1u << 14;
 constexpr u32 kTypeAndCode = 0x7ff;
 constexpr long long result_of_nvme(u32 status) {
   return kErrnoMin - 1 - static_cast<long long>(status);
 }
-// 0 for any other result.
+// The NVMe status encoded in a result, or 0.
 constexpr u32 nvme_status_of(long long result) {
   return result < kErrnoMin ? static_cast<u32>(kErrnoMin - 1 - result) : 0;
 }
@@ -59,7 +59,7 @@ struct GenericNamespace {
 
 struct ExecutorConfig {
   std::vector<int> fds;  // stay the caller's and outlive the executor
-  // The same files opened without O_DIRECT, for the requests that ask for it.
+  // The same files opened without O_DIRECT, for requests with is_buffered.
   std::vector<int> buffered_fds;
   std::vector<GenericNamespace> generic;  // by file
   u32 entries;                            // most requests under way
@@ -70,42 +70,41 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
-  // Takes a request; the caller keeps to `entries`.  Failures come back through reap().
+  // Takes a request; the caller submits at most `entries`.  Failures are reported by reap().
   virtual void submit(Op* op) = 0;
 
-  // Starts what was submitted, appends what ended to `done`, and when nothing did sleeps at most
+  // Starts submitted requests and appends ended ones to `done`; if there are none, sleeps up to
   // timeout_ns, or until wake().
   virtual void reap(std::vector<Done>* done, u64 timeout_ns) = 0;
 
-  // Asks for the early end of everything under way.  All of it still comes back through reap(),
-  // with -ECANCELED where it never took place.
+  // Cancels all requests.  Each is still returned by reap(), with -ECANCELED if it did not take
+  // place.
   virtual void cancel() = 0;
 
-  // Any thread, at any time.
+  // Ends a sleep of reap().  Callable by any thread, at any time.
   virtual void wake() = 0;
 
   virtual ExecutorKind kind() const = 0;
 };
 
-// The result of a request: -ENODEV in the place of whatever else the kernel says where the device
-// behind `fd` has left.  Otherwise as it is.
+// The result of a request; -ENODEV instead of the kernel's errors if the device of `fd` is gone.
 long long result_of(int fd, const Op& op, long long result);
 
-// Why the kernel or a sandbox refuses io_uring: negative errno, or 0.
+// The reason why the kernel or a sandbox refuses io_uring: negative errno, or 0.
 int uring_refusal();
 
-// Null with a negative errno in `error` where io_uring is refused.
+// Null, with a negative errno in `error`, if io_uring is refused.
 std::unique_ptr<Executor> make_uring_executor(const ExecutorConfig& config, int* error);
 
-// For generic character devices alone.  Null with a negative errno in `error` where io_uring is
-// refused or has no such commands.
+// Only for generic character devices.  Null, with a negative errno in `error`, if io_uring is
+// refused or lacks passthrough commands.
 std::unique_ptr<Executor> make_passthrough_executor(const ExecutorConfig& config, int* error);
 
 std::unique_ptr<Executor> make_threads_executor(const ExecutorConfig& config);
 
-// The recorder writes what the medium went through to `record_fd`, for tests that rebuild it as
-// it would be after a power cut.  An entry is written when a request has ended and before that is
-// reported, so whatever was acknowledged is in the log; what was still under way is not.
+// The recorder logs all changes of the medium to `record_fd`, for tests that rebuild the medium
+// after a power cut.  An entry is written after a request has ended and before its end is reported:
+// the log contains everything that was acknowledged, and nothing that was in flight.
 struct RecordHeader {
   char magic[4];  // "GREC"
   u32 opcode;     // Opcode of nvme_spec.h: kWrite, kFlush or kDatasetManagement

@@ -1,4 +1,4 @@
-// Devices that leave while requests to them are under way.
+// Detects devices that were removed while requests to them were in flight.
 #include "executor.h"
 
 #include <linux/fs.h>
@@ -12,8 +12,8 @@ namespace gio {
 
 namespace {
 
-// A block device whose drive has left has no size (__blk_mark_disk_dead in Linux' block/genhd.c),
-// and a generic one no way to its drive (nvme_ns_head_chr_ioctl in drivers/nvme/host/multipath.c).
+// A block device whose drive is gone has size 0 (__blk_mark_disk_dead in Linux' block/genhd.c),
+// and a generic one has no path (nvme_ns_head_chr_ioctl in drivers/nvme/host/multipath.c).
 bool has_left(int fd) {
   struct stat status;
   if (fstat(fd, &status) != 0) return false;
@@ -24,8 +24,8 @@ bool has_left(int fd) {
 
 }  // namespace
 
-// Reads of such a block device end at once as behind its end, writes find no space, and a generic
-// device calls its commands invalid.
+// Reads of such a block device return 0 bytes, writes fail with ENOSPC, and a generic device
+// reports invalid commands.
 long long result_of(int fd, const Op& op, long long result) {
   const bool moves = op.kind == OpKind::kRead || op.kind == OpKind::kWrite;
   const bool failed = result < 0 ? result != -ECANCELED : moves && result == 0;

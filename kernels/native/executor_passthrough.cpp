@@ -1,5 +1,5 @@
-// Requests as NVMe commands of our own through io_uring to a generic character device, /dev/ngXnY:
-// bypassing the block layer, with the kernel's driver and its queues.
+// Sends NVMe commands through io_uring to a generic character device, /dev/ngXnY: they bypass the
+// block layer and use the kernel driver's queues.
 // Sources: linux/nvme_ioctl.h; NVM Express NVM Command Set Specification for the commands.
 #include <linux/nvme_ioctl.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 static_assert(sizeof(nvme_uring_cmd) <= 80, "a long entry has room for 80 bytes of command");
 
-// A command's status as a result; as an errno where the same follows as for a file.
+// Converts a command's status to a result; to an errno if it is handled as for a file.
 long long result_of_status(u32 status) {
   switch (status & kTypeAndCode) {
     case kInvalidField:
@@ -87,7 +87,7 @@ class PassthroughExecutor final : public UringLoop {
   void fill_deallocate(nvme_uring_cmd* command, const Op& op, u32 lba_nbytes) {
     constexpr u64 kRangeNlbMax = ~0u;
     DsmRange& range = ranges_[op.slot];
-    // What does not fit into one range stays allocated: this is advice to the drive.
+    // Blocks beyond one range stay allocated: deallocation is only advice to the drive.
     const u64 nlb = std::min(op.nbytes / lba_nbytes, kRangeNlbMax);
     range = {0, static_cast<u32>(nlb), op.offset / lba_nbytes};
     command->opcode = kDatasetManagement;

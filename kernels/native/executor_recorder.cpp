@@ -1,4 +1,4 @@
-// A log of everything that reached the medium, in the order in which it was acknowledged.
+// Logs everything that reached the medium, in the order in which it was acknowledged.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kVectorMax = 1024;  // UIO_MAXIOV
 
-// The whole vector, continued after short writes.  0 or negative errno.
+// Writes the whole vector, also after short writes.  0 or negative errno.
 int write_all(int fd, iovec* iov, int n) {
   while (n > 0) {  // bounded: every turn writes at least a byte or ends
     if (iov->iov_len == 0) {

@@ -16,7 +16,7 @@ namespace gio {
 
 namespace {
 
-// A sleeping worker wakes this often even without a call.
+// Interval at which sleeping workers wake by themselves.
 constexpr std::chrono::seconds kIdle(1);
 
 long long execute(int fd, const Op& op) {
@@ -44,7 +44,7 @@ class ThreadsExecutor final : public Executor {
  public:
   explicit ThreadsExecutor(const ExecutorConfig& config)
       : fds_(config.fds), buffered_fds_(config.buffered_fds) {
-    // What runs later must not need memory.
+    // No allocation is allowed later.
     submitted_.reserve(config.entries);
     todo_.reserve(config.entries);
     done_.reserve(config.entries);

@@ -1,5 +1,5 @@
-// A ring of io_uring below an executor: handing over, sleeping, waking.  What an entry says is up
-// to who derives from it.
+// The common part of executors with a ring of io_uring: submission, sleep and wake-up.  Derived
+// classes fill the entries.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -21,7 +21,7 @@ class UringLoop : public Executor {
     if (wake_fd_ >= 0) ::close(wake_fd_);
   }
 
-  // IORING_SETUP_* `flags` on top of those that every ring has.  0 or negative errno.
+  // flags: IORING_SETUP_* in addition to those of every ring.  0 or negative errno.
   int open(const ExecutorConfig& config, u32 flags) {
     const int status = open_ring(&ring_, config.entries + kSpareEntries, flags);
     if (status != 0) return status;
@@ -35,9 +35,9 @@ class UringLoop : public Executor {
   }
 
   static int open_ring(Uring* ring, u32 entries, u32 flags) {
-    // Completions are brought in when this side enters the kernel anyway, instead of by an
-    // interrupt (5.19).  SINGLE_ISSUER and DEFER_TASKRUN would tie the ring to one thread, while
-    // the owner of the controller may service or reset it; they saved nothing measurable.
+    // Completions are processed when this side enters the kernel anyway, instead of interrupting
+    // it (Linux 5.19).  SINGLE_ISSUER and DEFER_TASKRUN would restrict the ring to one thread, but
+    // the controller's owner may also serve or reset it; they saved nothing measurable.
     const u32 usual = IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG;
     const int status = ring->open(entries, flags | usual);
     return status == -EINVAL ? ring->open(entries, flags) : status;
@@ -81,17 +81,17 @@ class UringLoop : public Executor {
     signalled_.store(true, std::memory_order_seq_cst);
     if (!sleeping_.load(std::memory_order_seq_cst)) return;  // pairs with prepare_sleep()
     const u64 one = 1;
-    // Only fails when the counter is about to overflow: then the sleeper was woken long ago.
+    // Fails only if the counter would overflow: then the sleeper was woken long ago.
     if (write(wake_fd_, &one, sizeof(one)) < 0) return;
   }
 
   static constexpr u32 kSpareEntries = 2;  // for the wake-up and the cancellation
 
  protected:
-  // The rest of a zeroed entry.
+  // Fills the remaining fields of a zeroed entry.
   virtual void fill(io_uring_sqe* sqe, const Op& op) = 0;
 
-  // What a completion's result means: as Done has it.
+  // Converts a completion's result for Done.
   virtual long long outcome(const Op&, int result) const { return result; }
 
   Uring ring_;
@@ -99,12 +99,12 @@ class UringLoop : public Executor {
  private:
   static constexpr u64 kWakeTag = 1;  // user_data of what is not an Op; Ops are aligned
   static constexpr u64 kCancelTag = 2;
-  // The kernel holds more than two requests of one system call back to join them again, to several
-  // MiB, which virtual disks serve more slowly (3.0 against 4.0 GB/s).  Small ones gain by it.
+  // If one system call submits more than two requests, the kernel merges them, up to several MiB;
+  // virtual disks serve these more slowly (3.0 against 4.0 GB/s).  Small requests gain by merging.
   static constexpr u32 kLargeAtOnce = 2;
   static constexpr u64 kLargeNbytes = 128 << 10;
 
-  // The time to sleep: nothing when a wake() came in since the last sleep.
+  // The time to sleep: 0 if wake() was called since the last sleep.
   u64 prepare_sleep(u64 timeout_ns) {
     if (!wake_armed_) {
       io_uring_sqe* sqe = ring_.next_sqe();

@@ -1,8 +1,8 @@
-// XXH3-64 for the host: the stripes in AVX2 or AVX-512 where the processor has them.
+// XXH3-64 for the host, with AVX2 or AVX-512 for the stripes if the processor has them.
 #include "hash.h"
 
-// GCC 12 takes the undefined pass-through operand inside its own AVX-512 intrinsics for a mistake
-// (GCC bug 105593).
+// GCC 12 warns about the undefined pass-through operand in its own AVX-512 intrinsics (GCC bug
+// 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -27,7 +27,7 @@ using tutti::u32;
 using tutti::u64;
 using tutti::u8;
 
-// Far enough ahead that the line has arrived, near enough that it is still in L1.
+// Prefetch distance: far enough that the line has arrived, near enough that it is still in L1.
 constexpr u32 kPrefetchBytes = 1024;
 
 struct Secret {
@@ -40,7 +40,7 @@ constexpr Secret make_secret() {
   return secret;
 }
 
-// In memory the words are the secret's bytes: the targets of these paths are little-endian.
+// In memory these words are the secret's bytes, because the targets are little-endian.
 constexpr Secret kSecret = make_secret();
 
 const u8* secret_at(u32 offset) { return reinterpret_cast<const u8*>(kSecret.words) + offset; }
@@ -157,7 +157,7 @@ u64 digest_with(u32 isa, const Segment* segments, u32 n) {
   return digest_segments<tutti::Xxh3ScalarStripes>(segments, n);
 }
 
-// Segments by address, streamed so that their number is not bounded by a buffer here.
+// Hashes segments as a stream, so that their number is not limited by a buffer.
 template <class Stripes>
 u64 digest_addresses(const uint64_t* addresses, const uint64_t* nbytes, u32 n) {
   tutti::xxh3_state state;
@@ -189,7 +189,7 @@ void digest_128(const u8* p, u64 nbytes, u8* digest) {
 
 constexpr u32 kDigits = 16;  // decoded at a time
 
-// The bytes of 16 hexadecimal digits; false where some are no digits.
+// Decodes 16 hexadecimal digits; false if some characters are not digits.
 bool decode_digits(const u8* text, u8* bytes) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(text));
   const __m128i figure = _mm_sub_epi8(all, _mm_set1_epi8('0'));
@@ -201,14 +201,14 @@ bool decode_digits(const u8* text, u8* bytes) {
   const __m128i of_letter = _mm_add_epi8(letter, _mm_set1_epi8(10));
   const __m128i value =
       _mm_or_si128(_mm_and_si128(is_figure, figure), _mm_and_si128(is_letter, of_letter));
-  // In each pair the first digit is the high one, and the low byte of the word.
+  // The first digit of a pair is the high nibble; it is in the low byte of the word.
   const __m128i both = _mm_or_si128(_mm_slli_epi16(value, 4), _mm_srli_epi16(value, 8));
   const __m128i words = _mm_and_si128(both, _mm_set1_epi16(0xFF));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes), _mm_packus_epi16(words, words));
   return true;
 }
 
-// The same of any even number of digits.
+// Decodes any even number of digits.
 bool decode_name(const u8* text, u64 digits, u8* bytes) {
   u64 done = 0;
   for (; done + kDigits <= digits; done += kDigits) {

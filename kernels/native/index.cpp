@@ -1,11 +1,11 @@
 // An open-addressing hash table over arrays that the caller owns: linear probing, removal by
 // shifting the following entries back, so that there are no tombstones and probes stay short.
 //
-// An entry has as much of its key's hash as has room above the slot: a key is read where that
-// agrees, so that probes may be long. It is 5 bits with 10^8 slots, and none with more than 2^31.
+// An entry has a tag: as many bits of its key's hash as fit above the slot (5 bits with 10^8 slots,
+// none with more than 2^31). A probe reads a key only if the tag matches.
 //
 // Look-ups go in blocks: first every table entry of the block is prefetched, then the key that each
-// probe will read first, then the keys are compared; the cache misses of a block overlap.
+// probe will read first, then the keys are compared; so the cache misses of a block overlap.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -35,13 +35,13 @@ Key key_of(const tutti_index* index, uint32_t slot) {
   return {index->keys[2 * uint64_t{slot}], index->keys[2 * uint64_t{slot} + 1]};
 }
 
-// Where the probe for a key begins, and what its entry has above the slot.
+// The start of the probe for a key, and the tag of its entry.
 struct Place {
   uint64_t home;
   uint32_t tag;
 };
 
-// Both words meet the seed before they are multiplied.
+// Both words are combined with the seed before the multiplication.
 Place place_of(const tutti_index* index, const Key& key) {
   constexpr uint64_t golden = 0x9E3779B97F4A7C15ULL;  // 2^64 over the golden ratio, odd.
   const uint64_t a = key.low ^ index->seed;
@@ -56,13 +56,13 @@ uint32_t slot_at(const tutti_index* index, uint64_t position) {
   return entry == kTuttiNoSlot ? kTuttiNoSlot : entry & index->slot_mask;
 }
 
-// Whether a probe goes on behind an entry without reading its key.
+// Whether a probe skips an entry without reading its key.
 bool is_other(const tutti_index* index, uint32_t entry, uint32_t tag) {
   return entry != kTuttiNoSlot && (entry & ~index->slot_mask) != tag;
 }
 
 // The first position of a probe that is empty or has the tag. The table is at most two thirds full,
-// so an empty entry exists; the step bound holds even if it were damaged.
+// so an empty entry exists; the number of steps is bounded even in a damaged table.
 uint64_t candidate(const tutti_index* index, const Place& place) {
   uint64_t position = place.home;
   for (uint64_t step = 0; step < index->entries; ++step) {
@@ -85,7 +85,7 @@ uint64_t probe(const tutti_index* index, const Key& key, const Place& place) {
   return position;
 }
 
-// The first candidates of up to kBlock keys, these and their keys on the way into the cache.
+// Finds the first candidates of up to kBlock keys, and prefetches these and their keys.
 void prefetch_block(const tutti_index* index, const Key* block, uint64_t n, Place* places) {
   for (uint64_t i = 0; i < n; ++i) {
     places[i] = place_of(index, block[i]);
@@ -128,12 +128,12 @@ uint64_t position_of(const tutti_index* index, uint32_t slot) {
   return index->entries;
 }
 
-// How far behind `from` a position is.
+// The cyclic distance from `from` to a position.
 uint64_t distance(const tutti_index* index, uint64_t from, uint64_t position) {
   return position - from + (position < from ? index->entries : 0);
 }
 
-// Empties `hole` and moves back each later entry of the cluster whose probe would pass the hole.
+// Empties `hole`; moves back later entries of the cluster whose probes would stop at the hole.
 void close_hole(tutti_index* index, uint64_t hole) {
   for (uint64_t ahead = hole + 1; ahead < index->entries; ++ahead) {
     const uint32_t slot = slot_at(index, ahead);
@@ -166,7 +166,7 @@ int64_t wide(uint32_t slot) { return slot == kTuttiNoSlot ? kTuttiMissing : int6
 
 constexpr uint64_t kFew = 32;  // so many rows are compared one by one, more are sorted
 
-// Drops rows whose key came before, keeping the order.
+// Removes rows with repeated keys; keeps the first of each, in order.
 uint64_t drop_repeated(const uint8_t* keys, int64_t* rows, uint64_t n) {
   uint64_t kept = 0;
   if (n <= kFew) {
@@ -211,7 +211,7 @@ uint64_t number_of(const tutti_index* index, uint64_t slot) {
   return index->sequence[slot] & ~kTuttiDigestsBit;
 }
 
-// The digests of an object that the cache knows, else null.
+// The cached digests of an object; null if they are not in the cache.
 const uint64_t* cached_digests(const tutti_load_tables* tables, uint64_t slot) {
   const tutti_digests* cache = tables->digests;
   const uint64_t place = slot % cache->entries;
@@ -272,7 +272,7 @@ int64_t tutti_load_plan(const tutti_load_tables* tables, const uint8_t* keys, ui
     marks[i] =
         static_cast<uint8_t>((is_unproven ? kTuttiUnproven : 0) |
                              (has_digests ? kTuttiHasDigests : 0) | (is_known ? kTuttiKnown : 0));
-    // One of several equal slots counts: the first moves `used` to now.
+    // A repeated slot counts once: the first time sets `used` to now.
     if (!is_unproven) tutti_reuse_loaded(tables->reuse, slots + i, 1, uses);
   }
   return runs;
@@ -331,7 +331,7 @@ int64_t tutti_index_insert(tutti_index* index, const tutti_insertion* insertion)
   const tutti_insertion in = *insertion;
   const int64_t* slots = in.slots;
   const uint64_t n = in.n;
-  // Slots without a key need no depth: where a slot comes twice, the later number is in it.
+  // To find repeated slots, each row is stored in its slot's depth, which has no other use yet.
   for (uint64_t i = 0; i < n; ++i) {
     if (!is_slot(index, slots[i]) || index->state[slots[i]] > in.from_max) {
       return -1 - static_cast<int64_t>(i);

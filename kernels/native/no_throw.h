@@ -1,4 +1,4 @@
-// What the functions of the C interface have around them: an exception must not reach the caller.
+// Wraps functions of the C interface, because an exception must not reach the caller.
 #pragma once
 
 #include <cerrno>
@@ -7,7 +7,7 @@
 
 namespace gio {
 
-// What `call` returns; -ENOMEM without memory, -EAGAIN without threads.
+// Returns the result of `call`; -ENOMEM without memory, -EAGAIN without threads.
 template <class Call>
 int without_exceptions(Call call) {
   try {

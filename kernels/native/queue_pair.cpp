@@ -1,5 +1,5 @@
-// The verbs of both halves of a queue pair as functions of the library: for submitters written in
-// Python, and for tests that replay one trace through these and through a model.
+// The operations of both halves of a queue pair as functions of the library: for submitters in
+// Python, and for tests that replay a trace with these and with a model.
 #include "gio_uring/queue_pair.h"
 #include "api.h"
 #include "gio_uring/controller_queue.h"

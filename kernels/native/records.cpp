@@ -1,7 +1,7 @@
 // CRC32C, and the sealing and checking of 4096-byte records in bulk.
 //
-// The processor's CRC instruction takes three cycles but starts one each cycle: three records are
-// summed side by side, which needs no joining of partial sums.
+// The processor's CRC instruction has a latency of three cycles and a throughput of one per cycle.
+// So three records are processed at a time, without combining partial sums.
 #include <nmmintrin.h>
 
 #include <array>
@@ -97,7 +97,7 @@ void for_each_crc(const uint8_t* records, uint64_t n, Visit visit) {
   for (; i < n; ++i) visit(i, tutti_crc32c(records + i * kTuttiRecordBytes, kSealedBytes, 0));
 }
 
-// As on the medium, up to the digests.
+// A record on the medium, up to the digests.
 struct Head {
   uint32_t magic;
   uint16_t version;

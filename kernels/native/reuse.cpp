@@ -1,5 +1,5 @@
-// How often objects are used, also those that were evicted, and the cache of digests: one call for
-// the slots of a transfer. See tutti/placement/reuse.py.
+// Counts uses of objects, including evicted ones, and keeps the cache of digests, with one call per
+// transfer. See tutti/placement/reuse.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-// Gaps are counted up to so many a slot before all counts are halved, which forgets old ones.
+// Gaps per slot that are counted before all counts are halved, so that old gaps are forgotten.
 constexpr uint64_t kGapsPerSlot = 8;
 constexpr uint64_t kMultipliers[] = {0x9E3779B97F4A7C15ULL, 0xC2B2AE3D27D4EB4FULL};
 
@@ -23,8 +23,8 @@ uint64_t hash_of(const uint8_t* key) {
   return mixed * kMultipliers[0];
 }
 
-// Where a key's ghost is: a bucket, and what tells the keys of a bucket apart, the bits of the hash
-// behind those that chose the bucket. Two keys of a bucket share them once in 2^32.
+// Identifies a key's ghost: its bucket, and a tag of the 32 hash bits below those that select the
+// bucket. Two keys of a bucket have the same tag with a probability of 2^-32.
 struct GhostName {
   uint64_t bucket;
   uint32_t tag;
@@ -36,14 +36,14 @@ GhostName name_of(const tutti_reuse* reuse, const uint8_t* key) {
           static_cast<uint32_t>(hash * reuse->buckets >> 32)};
 }
 
-// How many ghosts came after the one at this place of the ring.
+// The number of ghosts added after the one at this place of the ring.
 uint64_t age_of(const tutti_reuse* reuse, uint32_t place) {
   return (place < reuse->oldest ? 0 : reuse->slots) + reuse->oldest - 1 - place;
 }
 
-// The place of the latest ghost of this name, or kNone. Links lead to older ghosts: one that leads
-// to a later ghost is to a place that was taken since, and so are all behind it. A bucket has four
-// ghosts on average.
+// The place of the latest ghost of this name, or kNone. Links lead to older ghosts; a link to a
+// newer ghost means that its place was reused, as were all places after it in the list. A bucket
+// has four ghosts on average.
 uint32_t find_ghost(const tutti_reuse* reuse, const GhostName& name) {
   uint32_t place = reuse->heads[name.bucket];
   while (place != kNone) {
@@ -55,7 +55,7 @@ uint32_t find_ghost(const tutti_reuse* reuse, const GhostName& name) {
   return kNone;
 }
 
-// A use came `now`, after the one at `then`.
+// Counts the gap between the use `now` and the one before, at `then`.
 void count_gap(tutti_reuse* reuse, int64_t now, uint32_t then) {
   if (then == 0) return;
   const uint32_t gap = static_cast<uint32_t>(now) - then;

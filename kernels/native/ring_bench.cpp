@@ -1,4 +1,4 @@
-// How many commands per second one submitter gets through one queue pair.
+// Measures the commands per second of one submitter on one queue pair.
 #include <time.h>
 
 #include <algorithm>
@@ -79,7 +79,7 @@ u32 finish(QueuePair* qp, Flight* flight) {
   return error;
 }
 
-// 0, -EIO for a command that failed, -ETIMEDOUT when the controller fell silent.
+// 0, -EIO if a command failed, -ETIMEDOUT if the controller stopped answering.
 int read_all(QueuePair* qp, const Reads& reads, u64 commands, u32 batch) {
   Flight flight(qp->depth);
   u64 deadline_ns = monotonic_ns() + kSilenceNs;
@@ -106,7 +106,7 @@ int read_all(QueuePair* qp, const Reads& reads, u64 commands, u32 batch) {
   return 0;
 }
 
-// A generator of Python's: commands to random places, `depth` of them in flight, each one timed.
+// A load described by Python: commands to random LBAs, `depth` of them in flight, each one timed.
 struct PathLoad {
   u64 commands;
   u64 address;
@@ -146,7 +146,7 @@ bool submit_timed(QueuePair* qp, const PathLoad& load, const Controller& control
   return true;
 }
 
-// As read_all; every command has a place of its own in memory, and ends in any order.
+// As read_all, but every command has memory of its own, and commands end in any order.
 int time_all(QueuePair* qp, const PathLoad& load, const Controller& controller) {
   std::vector<Timed> flight(load.depth, Timed{kNoCid, 0});
   u64* latencies = reinterpret_cast<u64*>(load.latencies_ns);

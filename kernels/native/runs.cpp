@@ -1,4 +1,4 @@
-// Runs of slices cut into commands.
+// Splits runs of slices into commands.
 #include "runs.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 namespace gio {
 namespace {
 
-// Takes runs one after another and writes their commands as far as there is room.
+// Takes runs one after another, and writes their commands as long as there is room.
 class Cutter {
  public:
   Cutter(const Cut& cut, Run* out, u64 out_max) : cut_(cut), out_(out), out_max_(out_max) {}
@@ -29,7 +29,7 @@ class Cutter {
   int64_t written() const { return static_cast<int64_t>(n_); }
 
  private:
-  // One slice that is longer than a command is cut at blocks; anything else fits.
+  // A slice that is longer than a command is split at blocks; anything else fits.
   void put(u64 slba, u32 nsid, u64 nlb, u64 first) {
     for (u64 skip = 0; skip < nlb; skip += cut_.command_nlb_max, ++n_) {
       if (n_ >= out_max_) continue;

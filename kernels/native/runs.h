@@ -1,4 +1,4 @@
-// Runs of slices cut into commands: what a job names, from where its slices lie.
+// Splits runs of slices into the commands of a job, from the locations of the slices.
 #pragma once
 
 #include "api.h"
@@ -6,7 +6,7 @@
 
 namespace gio {
 
-// How commands are cut; mirrored by tutti/gio_uring/iocb.py.
+// Limits of commands; mirrored by tutti/gio_uring/iocb.py.
 struct Cut {
   u32 slice_nlb;
   u32 lba_nbytes;
@@ -14,7 +14,7 @@ struct Cut {
   u32 command_slices_max;
 };
 
-// Where the slots of a pool lie, see tutti/medium/geometry.py; mirrored by it.
+// The locations of a pool's slots, see tutti/medium/geometry.py, which mirrors this struct.
 struct SlotPlaces {
   u64 nsids;  // u32[members]
   u64 members;
@@ -26,11 +26,12 @@ struct SlotPlaces {
 
 }  // namespace gio
 
-// Cuts n runs of count[i] consecutive slices into commands, in the same order: a slice longer than
-// a command is split at blocks, else commands hold whole slices. Writes the first out_max of them;
-// returns how many there are, or -EINVAL for a cut of zeros.
+// Splits n runs of count[i] consecutive slices into commands, in the same order. A slice longer
+// than a command is split at blocks; otherwise commands have whole slices. Writes the first out_max
+// commands; returns the number of all, or -EINVAL if a limit in the cut is 0.
 TUTTI_API int64_t gio_split_runs(const uint64_t* slba, const uint32_t* nsid, const int64_t* count,
                                  uint64_t n, const gio::Cut* cut, gio::Run* out, uint64_t out_max);
-// The same for the runs that slots in page order make. -ERANGE for a slot that does not exist.
+// The same for slots in page order, which it combines to runs. -ERANGE for a slot that does not
+// exist.
 TUTTI_API int64_t gio_slot_runs(const int64_t* slots, uint64_t n, const gio::SlotPlaces* places,
                                 const gio::Cut* cut, gio::Run* out, uint64_t out_max);

@@ -6,7 +6,8 @@
 
 namespace {
 
-// Whether one job can move all objects of a load: they are alike, and nothing is left to be read.
+// Whether one job can move all objects of a load: they have equal marks, and no digests are
+// missing.
 bool is_one_job(const uint8_t* marks, uint64_t n, bool verify) {
   const uint8_t first = n == 0 ? 0 : marks[0];
   const bool compare = verify && (first & kTuttiHasDigests) != 0;
@@ -47,7 +48,7 @@ int64_t cut_runs(const tutti_slot_job& job, const int64_t* slots, uint64_t n, gi
   return found > static_cast<int64_t>(room) ? -EINVAL : found;
 }
 
-// The job's configuration, with its status and runs in the words; or as cut_runs.
+// Fills the job's configuration, with its status and runs in the words; errors as cut_runs.
 int prepare(const tutti_slot_job& job, const int64_t* slots, uint64_t n, uint64_t* status,
             uint64_t* runs, gio::JobConfig* out) {
   const int64_t n_runs = cut_runs(job, slots, n, reinterpret_cast<gio::Run*>(runs));
@@ -60,7 +61,7 @@ int prepare(const tutti_slot_job& job, const int64_t* slots, uint64_t n, uint64_
   return 0;
 }
 
-// What fills the records of a put once its digests are known.
+// Fills the records of a put once its digests are known.
 struct Records {
   uint8_t* staging;
   uint64_t n;
@@ -80,7 +81,7 @@ void fill_records(uint64_t context) {
 
 bool has_digests(const tutti_put& put) { return put.data.digest != gio::kDigestNone; }
 
-// Where things lie in the words of a put of n keys.
+// The layout of the words of a put of n keys.
 struct PutWords {
   PutWords(const tutti_put& put, uint64_t* words, uint64_t n)
       : slots(reinterpret_cast<int64_t*>(words)),
@@ -104,7 +105,7 @@ struct PutWords {
   uint64_t* records;
 };
 
-// The numbers of the records, and their job.
+// Fills the numeric fields of the records, and the configuration of their job.
 int prepare_records(const tutti_put& put, const PutWords& at, gio::JobConfig* out) {
   const uint64_t n = put.n;
   const uint64_t member = static_cast<uint64_t>(at.slots[0]) / put.member_slots;

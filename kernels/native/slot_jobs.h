@@ -1,11 +1,11 @@
-// Jobs that move what slots hold, each by one call: commands are cut and submitted here.
+// Jobs that move the contents of slots: one call computes and submits the commands.
 #pragma once
 
 #include "allocator.h"
 #include "engine.h"
 #include "runs.h"
 
-// What all jobs on one kind of places have in common, and one of them; mirrored by
+// The common fields of all jobs on the same places, and the fields of one job; mirrored by
 // tutti/pool/slot_jobs.py.
 struct tutti_slot_job {
   gio::Engine* engine;
@@ -39,21 +39,21 @@ inline uint64_t tutti_slot_job_words(const tutti_slot_job& job, uint64_t n) {
   return n / 2 + 1 + 3 * n * job.slot_runs_max;
 }
 
-// Submits a job on slots in page order; the words are its own until it was released. 0, or as
-// gio_engine_submit; -EINVAL or -ERANGE for slots that do not exist.
+// Submits a job on slots in page order; it uses the words until its release. Returns 0, an error of
+// gio_engine_submit, or -EINVAL or -ERANGE for slots that do not exist.
 TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                                    uint64_t* words);
 
-// As tutti_load_plan; then submits the load, whose digests and opcode are not looked at, if one job
-// can move it: no object is unproven, and all digests that are wanted are known, or none is. The
-// job's words follow the plan. A result below kTuttiNotStarted is that minus an errno of the
-// submission; nothing is pinned then. job->memory 0: nothing is submitted.
+// As tutti_load_plan. Then submits the load (ignoring job->digests and the opcode) if one job can
+// move it: no object is unproven, and either all needed digests are known or none is needed. The
+// job's words follow the plan. A result below kTuttiNotStarted is kTuttiNotStarted minus an errno
+// of the submission; nothing is pinned then. job->memory 0: submits nothing.
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                    uint32_t uses, uint32_t verify, uint64_t* plan,
                                    const tutti_slot_job* job);
 
-// What all puts of a pool have in common, and one of them; mirrored by tutti/pool/slot_jobs.py.
+// The common fields of a pool's puts, and the fields of one; mirrored by tutti/pool/slot_jobs.py.
 struct tutti_put {
   tutti_put_tables tables;
   tutti_digests* cache;
@@ -74,15 +74,15 @@ struct tutti_put {
   uint64_t first_page;  // of the staging
 };
 
-// Starts a put whose keys are all absent, for which there is room: slots, index, history, and the
-// data job, which the records' job follows where all slots are of one member. 1 and how many of the
-// keys had been evicted; 0 where it is not such a put, and nothing changed; or as
-// gio_engine_submit, with the slots taken. words: slots i64[n], sequence numbers u64[n], digests
-// u64[n][layers], then n / 2 + 1 words with the status u32[n] of the data, as many with that of the
-// records, and whether the records follow the data; then its own: 24 in all, and for each key
-// layers + 11, and 3 for each command of its slot and of its record.
+// Starts a put of keys that are all absent and for which there is room: takes slots, updates index
+// and history, and submits the data job, followed by the records' job if all slots are on one
+// member. Returns 1 plus the number of keys that had been evicted; 0, with nothing changed, for any
+// other put; or an error of gio_engine_submit, with the slots taken. words: slots i64[n], sequence
+// numbers u64[n], digests u64[n][layers], n / 2 + 1 words with the status u32[n] of the data, as
+// many with that of the records, whether the records follow the data, and scratch; in all 24 words,
+// layers + 11 per key, and 3 per command of its slot and of its record.
 TUTTI_API int tutti_put_start(const tutti_put* put, uint64_t* words);
 
-// After the job was released: moves the slots to ready and remembers the digests if data and
-// records were written. 0; 1, and nothing changed, where they were not.
+// Called after the job's release. If data and records were written, moves the slots to ready,
+// caches the digests, and returns 0; otherwise changes nothing and returns 1.
 TUTTI_API int tutti_put_end(const tutti_put* put, uint64_t n, const uint64_t* words);

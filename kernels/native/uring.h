@@ -1,4 +1,4 @@
-// io_uring by its raw system calls: one ring, its mapping, its two queues.
+// io_uring by raw system calls: one ring, its mapping, its two queues.
 // Sources: io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
 #pragma once
 
@@ -23,7 +23,7 @@ class Uring {
   Uring& operator=(const Uring&) = delete;
   ~Uring() { close(); }
 
-  // A ring of at least `entries` with IORING_SETUP_* `flags`.  0 or negative errno.
+  // Creates a ring of at least `entries` with IORING_SETUP_* `flags`.  0 or negative errno.
   int open(u32 entries, u32 flags) {
     io_uring_params params = {};
     params.flags = flags;
@@ -45,7 +45,7 @@ class Uring {
     fd_ = -1;
   }
 
-  // A zeroed entry, submitted by the next enter(); null when the queue is full.
+  // A zeroed entry, submitted by the next enter(); null if the queue is full.
   io_uring_sqe* next_sqe() {
     if (unsubmitted() == sq_entries_) return nullptr;
     io_uring_sqe* sqe = sqe_at(sq_tail_);
@@ -59,7 +59,7 @@ class Uring {
     return sq_tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
   }
 
-  // Submits, and with a timeout sleeps until one completion is there.  0 or negative errno.
+  // Submits; with a timeout, sleeps until a completion is available.  0 or negative errno.
   int enter(u64 timeout_ns) {
     // Pairs with the kernel's acquire of the tail: it sees the entries before it.
     __atomic_store_n(sq_tail_shared_, sq_tail_, __ATOMIC_RELEASE);
@@ -76,7 +76,7 @@ class Uring {
     return status < 0 ? -errno : 0;
   }
 
-  // The entries that enter() could not submit, taken back: call after a permanent failure.
+  // Takes back entries that enter() could not submit; call it after a permanent failure.
   template <typename Take>
   void take_back(Take take) {
     // Pairs with the kernel's release of the head, as in unsubmitted().
@@ -92,7 +92,7 @@ class Uring {
     return __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE) != *cq_head_;
   }
 
-  // True when completions wait for the next enter() to be brought into the queue.
+  // Whether completions are waiting for enter() to move them into the queue.
   bool wants_enter() const {
     // Pairs with nothing: a hint, the queue itself is read with acquire.
     return (__atomic_load_n(sq_flags_, __ATOMIC_RELAXED) &

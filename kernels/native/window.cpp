@@ -47,7 +47,7 @@ void Window::delivered(u64 now_ns, u64 nbytes) {
   is_counted_ = true;
 }
 
-// Draws a conclusion; false when the window has changed.
+// Evaluates a sample; false if the window was changed.
 bool Window::end_sample() {
   const u64 window = nbytes();
   const double rate = static_cast<double>(sample_nbytes_) * 1e9 / static_cast<double>(sample_ns_);
@@ -66,7 +66,7 @@ void Window::start_sample() {
   sample_nbytes_ = sample_ns_ = 0;
 }
 
-// Before, probe, after: one comparison, and then a rest.
+// One comparison has three samples (before, probe, after), and is followed by a rest.
 void Window::sampled(double rate) {
   switch (phase_) {
     case kRest:
@@ -107,7 +107,7 @@ void Window::learn(double ratio) {
   rest_ = is_new_below() ? 0 : kRestLong;
 }
 
-// The lowest level that has its share of the best rate.
+// Selects the lowest level that reaches the share of the best rate.
 void Window::choose_base() {
   double curve[kLevels] = {};
   double best = curve[lowest_] = 1;

@@ -1,11 +1,11 @@
-// How many bytes of commands one drive is given at once: as few as full bandwidth allows.
+// The limit of bytes in flight on one drive: as small as full bandwidth allows.
 //
-// Too few leave the drive idle, too many share its bandwidth over layers that are not waited for
-// yet. Windows are levels, each 1.41 times the one below.  While there is more to issue than the
-// window takes, the delivery rate of a neighbouring level is compared with the rates just before
-// and just after at the level in use, so that a drive whose speed drifts still shows the
-// difference.  The ratios of neighbours give a service curve; the narrow window is the lowest level
-// on it within 2 % of the best one, the wide window is the lowest one within half a percent.
+// Too few leave the drive idle; too many spread its bandwidth over layers that are not waited for
+// yet. Windows are levels, each 1.41 times the one below.  While there is more to issue than fits,
+// the delivery rate of a neighbouring level is compared with the rates of the level in use just
+// before and after, so that a drift of the drive's speed cancels out.  The ratios of neighbouring
+// levels give a service curve; the narrow window is its lowest level within 2 % of the best rate,
+// the wide window is the lowest one within half a percent.
 #pragma once
 
 #include "gio_uring/atomics.h"
@@ -16,15 +16,14 @@ constexpr u32 kFloorCommands = 2;  // in flight, of any size, whatever the windo
 
 class Window {
  public:
-  // command_nbytes: of the commands it is for, 32 of which it starts with, but with no more than
-  // most_nbytes.
-  // share: of the best rate, which it has at least.
+  // command_nbytes: size of its commands; it starts with 32 of them, but at most most_nbytes.
+  // share: the share of the best rate that it must reach.
   void start(u64 command_nbytes, u64 most_nbytes, double share);
 
   u64 nbytes() const { return level_nbytes(phase_ == kProbe ? probe_ : base_); }
-  // Commands of `nbytes` in all have ended, and the window was full until then.
+  // Counts `nbytes` of commands that ended while the window was full.
   void delivered(u64 now_ns, u64 nbytes);
-  // The window is not full any more: what is measured goes on when it is full again.
+  // Pauses the measurement, as the window is not full any more; it continues when it is full.
   void interrupt() { is_settling_ = true, left_ = 0; }
   u64 rate() const { return rate_; }  // bytes per second, of the last sample; 0 before it
   u64 samples() const { return samples_; }
@@ -70,10 +69,10 @@ class Window {
   u64 samples_ = 0;
 };
 
-// A drive that reports commands only once all of those in flight have ended pauses for pause_ns
-// with each group of layers; a layer takes it layer_ns and the consumer pace_ns.  Returns how many
-// of the `left` layers to issue together: as many as arrive while the consumer still has others for
-// busy_ns, or the fewest from which each group can come while the consumer is at the one before.
+// For a drive that reports commands only when all in flight have ended: each group of layers costs
+// pause_ns; a layer takes the drive layer_ns and the consumer pace_ns.  Returns how many of the
+// `left` layers to issue together: as many as arrive in the busy_ns for which the consumer has
+// other layers, or the fewest with which each group arrives while the consumer uses the one before.
 u32 layers_at_once(u32 left, u64 busy_ns, u64 layer_ns, u64 pause_ns, u64 pace_ns);
 
 }  // namespace gio

@@ -5,10 +5,10 @@
 //
 // There are two kinds of words.  Words shared with a controller or another processor (ring entries,
 // doorbells, layer words) have one writer each and are only loaded and stored, because a GPU has no
-// read-modify-write on pinned host memory.  Their orders have system scope.  A processor's own
-// words live in its memory and no other processor uses them while it does: `own_...` and all
-// read-modify-writes have the scope of one GPU.  tests/native/test_ptx_orders.py shows by PTX's
-// axioms that this is enough.
+// atomic read-modify-write on pinned host memory.  Accesses to them have system scope.  A
+// processor's own words are in its memory, and no other processor uses them at the same time:
+// `own_...` and all read-modify-writes have the scope of one GPU.  tests/native/test_ptx_orders.py
+// derives from PTX's axioms that this is sufficient.
 #pragma once
 
 #ifndef GIO_HD
@@ -29,7 +29,7 @@
 #define GIO_SCHED_POINT() ((void)0)
 #endif
 
-// What a host does for a store to a drive's register; tests put an emulated BAR page here.
+// The host's store to a drive's register; tests replace it to emulate a BAR page.
 #ifndef GIO_MMIO_STORE
 // Pairs with the drive's fetch of the submission queue after it saw the doorbell.
 #define GIO_MMIO_STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELEASE)
@@ -97,7 +97,7 @@ GIO_HD void store_relaxed(u32* p, u32 v) {
 #endif
 }
 
-// The four above for a word of one processor's own: on a GPU the scope is the GPU.
+// The four functions above for a processor's own word: on a GPU, with GPU scope.
 //
 // Pairs with: own_store_release by another thread of this processor.
 GIO_HD u32 own_load_acquire(const u32* p) {
@@ -145,8 +145,8 @@ GIO_HD void own_store(u32* p, u32 v) {
 #endif
 }
 
-// Takes or releases a lock word.  "Mark, then try the lock" and "unlock, then look at the marks"
-// need no fence: both sides read-modify-write the lock, so one exchange reads what the other wrote.
+// Takes or releases a lock word.  "Mark, then try the lock" and "unlock, then read the marks" need
+// no fence: both sides read-modify-write the lock, so one exchange reads what the other wrote.
 GIO_HD u32 exchange(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
@@ -196,7 +196,7 @@ GIO_HD u32 fetch_and(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
   u32 old;
-  // Takes a CID; pairs with the fetch_or that gave it back.
+  // Takes a CID; pairs with the fetch_or that released it.
   asm volatile("atom.and.acq_rel.gpu.global.b32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(v)
@@ -207,7 +207,7 @@ GIO_HD u32 fetch_and(u32* p, u32 v) {
 #endif
 }
 
-// Stores `v` if the word is 0; whether it did.  Keeps the first of several errors.
+// Stores `v` if the word is 0, and returns whether it did.  Keeps the first of several errors.
 GIO_HD bool set_if_zero(u32* p, u32 v) {
   GIO_SCHED_POINT();
 #if GIO_DEVICE
@@ -233,12 +233,12 @@ GIO_HD u32 lowest_bit(u32 v) {
 #endif
 }
 
-// How a queue pair's doorbells are rung.  One template parameter, no copies of the protocol.
+// How a queue pair's doorbells are rung: a template parameter, so that the protocol exists once.
 //
-// `ring` publishes submission queue entries.  `ring_head` gives completion queue entries back: they
-// were loaded with acquire, so the store needs no order of its own.
+// `ring` publishes submission queue entries.  `ring_head` frees completion queue entries: they were
+// loaded with acquire, so the store needs no order of its own.
 //
-// WordDoorbell: a word that software polls (tier T0), or a drive's register that an x86 CPU rings.
+// WordDoorbell: a word that software polls (tier T0), or a drive's register written by an x86 CPU.
 struct WordDoorbell {
   GIO_HD static void ring(u32* doorbell, u32 value) {
     store_release(doorbell, value);  // pairs with load_acquire in controller_queue.h
@@ -248,8 +248,8 @@ struct WordDoorbell {
   }
 };
 
-// MmioDoorbell: a register in BAR0 of a drive (tiers T1 to T3).  An mmio store is relaxed by
-// definition (PTX ISA, st.mmio), so the fence is ours.
+// MmioDoorbell: a register in BAR0 of a drive (tiers T1 to T3).  An mmio store is always relaxed
+// (PTX ISA, st.mmio), so `ring` has a fence.
 struct MmioDoorbell {
   GIO_HD static void ring(u32* doorbell, u32 value) {
     GIO_SCHED_POINT();

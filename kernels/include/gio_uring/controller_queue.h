@@ -1,5 +1,5 @@
-// The controller's half of a queue pair, for controllers made of software.  Everything that it
-// reads from the submitter (tail, SQEs, CQ head) is checked, never trusted.
+// The controller's half of a queue pair, for software controllers.  Everything that it reads from
+// the submitter (tail, SQEs, CQ head) is validated.
 #pragma once
 
 #include "gio_uring/nvme_spec.h"
@@ -20,8 +20,8 @@ struct ControllerQueue {
 };
 static_assert(sizeof(ControllerQueue) == 56, "layout shared with Python");
 
-// Takes the next SQE.  False when there is none.  A tail outside the queue is ignored, as the
-// specification's "Invalid Doorbell Write Value" leaves it without effect.
+// Takes the next SQE; false if there is none.  A tail outside the queue is ignored: the
+// specification's "Invalid Doorbell Write Value" has no effect.
 GIO_HD bool sq_fetch(ControllerQueue* q, Sqe* out) {
   const u32 head = q->sq_head & (q->depth - 1);
   if (head == q->sq_tail) {

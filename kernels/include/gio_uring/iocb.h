@@ -1,5 +1,5 @@
-// I/O control block: what to move, prepared once for all layers, turned into NVMe commands by
-// arithmetic alone.
+// I/O control block: what to move, prepared once for all layers.  NVMe commands are computed from
+// it.
 //
 // A run is one command per layer.  From layer to layer only the LBA (by a constant stride) and
 // the memory base addresses change, so the same runs serve every layer.
@@ -7,8 +7,8 @@
 //   lba    = run.slba + layer * layer_stride_nlb
 //   memory = bases[layer * segments + k] + pages[i] * segment_stride[k]
 //
-// The medium holds slices of slice_nlb blocks: the segments of one page one after another, then
-// padding.  A run covers nlb blocks from byte `skip` of the slice of pages[first] onwards.
+// On the medium a slice has slice_nlb blocks: the segments of one page, one after another, and
+// padding.  A run covers nlb blocks, from byte `skip` of the slice of pages[first] on.
 #pragma once
 
 #include "gio_uring/sgl.h"
@@ -46,7 +46,7 @@ struct Iocb {
 };
 static_assert(sizeof(Iocb) == 120, "layout shared with Python");
 
-// How many slices a run touches, those included that it holds a part of.
+// Number of slices that a run covers at least in part.
 GIO_HD u32 run_slices(const Iocb& io, const Run& run) {
   const u32 blocks = (run.skip >> io.lba_shift) + run.nlb;
   return (blocks + io.slice_nlb - 1) / io.slice_nlb;

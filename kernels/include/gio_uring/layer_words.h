@@ -1,6 +1,5 @@
-// Words by which the stager and the mover of a job's layers report progress: plain
-// memory, pinned or of a device, each word with one writer.  No thread sleeps on it and no call
-// wakes anybody.
+// Words by which the engine that stages a job's layers and their mover report progress: in pinned
+// or device memory, each with one writer.  They are polled: no thread sleeps on them.
 #pragma once
 
 #include "gio_uring/atomics.h"
@@ -14,7 +13,7 @@ struct LayerWord {
 };
 static_assert(sizeof(LayerWord) == 8, "layout shared with Python");
 
-// What a job of the host's engine and the mover of its staging memory tell each other.
+// Progress of a job of the host engine and of the mover of its staging memory.
 struct LayerWords {
   u32 moved;  // by the mover alone: how many layers it has finished, from the first
   u32 reserved[31];

@@ -2,10 +2,10 @@
 // fibers of one processor may share.
 //
 // Invariants (tests drive them at depths 2 to 64 with 1 to 8 submitters):
-//  * A command exists from cid_acquire to cid_release; at most depth-1 exist.  As SQEs are
-//    fetched in order, the slot that a ticket maps to is then always free, and a full queue is
-//    simply "no CID left": a normal answer, not a wait.
-//  * SQ entries may be finished out of order; the doorbell only ever passes finished ones.
+//  * A command exists from cid_acquire to cid_release; at most depth-1 exist.  Because SQEs are
+//    fetched in order, the slot of a ticket is then always free, and a full queue is reported as
+//    kNoCid, without a wait.
+//  * SQ entries may be finished out of order; the doorbell only covers finished ones.
 //  * A CQE is consumed, the CQ head doorbell written, and only then is the completion
 //    published to the CID's owner: so a CID is never reused before its CQE slot is free.
 // The depth is a power of two so that the monotonic 32-bit counters may wrap.
@@ -41,8 +41,8 @@ static_assert(sizeof(QueuePair) == 192, "layout shared with Python");
 constexpr u32 kCompleted = 1u << 31;
 constexpr u32 kNoCid = 0xffffffffu;
 
-// Takes a free CID, or kNoCid when depth-1 commands are in flight.  Looks at bit `start` (below 32)
-// and those above it first: lanes with starts of their own rarely meet.
+// Takes a free CID; kNoCid when depth-1 commands are in flight.  Tries bit `start` (below 32) and
+// those above it first: lanes with different starts rarely collide.
 GIO_HD u32 cid_acquire(QueuePair* qp, u32 start = 0) {
   const u32 words = (qp->depth + 31) / 32;
   u32* free_bits = at<u32>(qp->cid_free);
@@ -88,8 +88,8 @@ GIO_HD bool sq_marked(const QueuePair* qp, u32 ticket) {
   return own_load_acquire(&at<u32>(qp->marks)[ticket & (qp->depth - 1)]) == ticket / qp->depth + 1;
 }
 
-// Publishes every finished SQE and rings the doorbell once.  Never waits: when another
-// submitter holds the lock, that one checks again after unlocking and publishes ours as well.
+// Publishes every finished SQE and rings the doorbell once.  Never waits: if another submitter has
+// the lock, that one checks again after unlocking and publishes this one's entries, too.
 template <typename Doorbell>
 GIO_HD void sq_ring(QueuePair* qp) {
   u32 tail;
@@ -109,7 +109,7 @@ GIO_HD void sq_ring(QueuePair* qp) {
   } while (sq_marked(qp, tail));
 }
 
-// The last dword of the CQE at a monotonic position, when the controller has posted it.
+// Whether the controller has posted the CQE at a monotonic position; *dw3: its last dword.
 GIO_HD bool cqe_posted(const QueuePair* qp, u32 position, u32* dw3) {
   const u32 phase = ((position / qp->depth) & 1u) ^ 1u;  // the first lap expects P = 1
   // Pairs with the controller's release of the CQE's last dword.
@@ -117,7 +117,7 @@ GIO_HD bool cqe_posted(const QueuePair* qp, u32 position, u32* dw3) {
   return cqe_phase(*dw3) == phase;
 }
 
-// Tells the command's owner.  A CID that was never given out is dropped, not trusted.
+// Publishes a CQE's status to the command's owner.  A CID outside the queue is ignored.
 GIO_HD void cqe_publish(QueuePair* qp, u32 dw3) {
   const u32 cid = cqe_cid(dw3);
   // Pairs with own_load_acquire in completion.
@@ -125,8 +125,8 @@ GIO_HD void cqe_publish(QueuePair* qp, u32 dw3) {
     own_store_release(&at<u32>(qp->completions)[cid], kCompleted | cqe_status(dw3));
 }
 
-// Consumes up to `max` CQEs (at most 32 a call) and publishes their statuses to
-// completions[cid].  Returns how many.  Returns 0 at once when another submitter is reaping.
+// Consumes up to `max` CQEs (at most 32 per call) and publishes their statuses to
+// completions[cid].  Returns their number; 0 at once if another submitter is reaping.
 template <typename Doorbell>
 GIO_HD u32 cq_reap(QueuePair* qp, u32 max) {
   // Pairs with the exchange that unlocks: the winner sees the former holder's cq_head.
@@ -144,7 +144,7 @@ GIO_HD u32 cq_reap(QueuePair* qp, u32 max) {
   return n;
 }
 
-// The owner's view of its command: 0 = pending, else kCompleted | status.
+// State of a command, for its owner: 0 = pending, else kCompleted | status.
 GIO_HD u32 completion(const QueuePair* qp, u32 cid) {
   // Pairs with own_store_release in cqe_publish.
   return own_load_acquire(&at<u32>(qp->completions)[cid]);

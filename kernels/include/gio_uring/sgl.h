@@ -1,22 +1,22 @@
-// Building a command's data pointer: SGL where the controller takes it, PRP otherwise.
+// Builds a command's data pointer: an SGL if the controller supports it, else PRPs.
 //
-// Both builders take the command's memory as a sequence of extents.  Adjacent extents are
-// joined, so contiguous memory stays one SGL descriptor.
+// Both builders get the command's memory as a sequence of extents.  Adjacent extents are joined, so
+// contiguous memory becomes one SGL descriptor.
 #pragma once
 
 #include "gio_uring/nvme_spec.h"
 
 namespace gio {
 
-// Where one command's descriptor list is written: memory that the controller can read.
+// Memory for one command's descriptor list, which the controller can read.
 struct ListMemory {
   u64 address;  // as the submitter addresses it
   u64 dma;      // as the controller addresses it
   u32 nbytes;   // 16 bytes per SGL descriptor, 8 per PRP entry
 };
 
-// Collects SGL descriptors.  One extent becomes a data block in DPTR; more become one last
-// segment.  The list is limited to ListMemory: no segment chains are built.
+// Collects SGL descriptors.  One extent becomes a data block in DPTR; several become one last
+// segment, limited by ListMemory: no chains of segments are built.
 struct SglBuilder {
   ListMemory list;
   u32 count;
@@ -50,8 +50,8 @@ struct SglBuilder {
   }
 };
 
-// Collects PRP entries.  PRP allows an offset in the first page only, and every extent but the
-// last must end on a page boundary; kInvalidPrpOffset: staging is needed.
+// Collects PRP entries.  Only the first may have an offset, and every extent but the last must end
+// on a page boundary; if not, the status is kInvalidPrpOffset and the caller needs staging.
 struct PrpBuilder {
   ListMemory list;
   u64 prp1;

@@ -103,8 +103,8 @@ class DeviceQueues(Owned):
         return any(pair.is_dead for pair in self._pairs)
 
     def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
-        """Sorts runs by native controller, with its NSIDs; also (first, number) of each queue pair's
-        runs: equal shares within a controller, and no slice in two queue pairs.
+        """Sorts runs by native controller, with its NSIDs.  Also returns each queue pair's (first,
+        number) of runs: equal shares within a controller, and no slice in two queue pairs.
         """
         handle, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
         order = np.argsort(handle, kind="stable")
