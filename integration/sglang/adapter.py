@@ -1,8 +1,8 @@
 """Everything that Tutti takes from SGLang 0.5.23, in one place.
 
-Another version of SGLang gets its changes here, or a sibling of this file; nothing else of the
-integration names SGLang's modules, except the linker's own adapter.  Page hashes become keys in
-`linker.py` and `host/host_store.py`.
+Another version of SGLang needs changes only here or in a sibling of this file: no other module of
+the integration imports SGLang's modules, except the linker's own adapter.  Page hashes become keys
+in `linker.py` and `host/host_store.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_version() -> None:
-    """Raises Unsupported unless the installed SGLang is one that this adapter was made for."""
+    """Raises Unsupported unless this adapter supports the installed SGLang."""
     found = metadata.version("sglang")
     if found.split("+")[0] not in VERSIONS:
         raise Unsupported(
@@ -72,10 +72,10 @@ def check_version() -> None:
 
 
 def load_page_hashes() -> None:
-    """Loads SGLang's page hashes.  Raises Unsupported when they cannot be compiled.
+    """Compiles and loads SGLang's page hashes.  Raises Unsupported if that fails.
 
-    Their first call compiles them.  If that happens in a thread of HiCache, `flush_cache` waits
-    ten seconds for the thread, and the server ends.
+    Otherwise their first call would compile them: in a thread of HiCache, for which `flush_cache`
+    waits only ten seconds, after which the server ends.
     """
     _log.info("Tutti: loads SGLang's page hashes; the first time this compiles for up to a minute")
     begin_s = time.monotonic()
@@ -90,7 +90,7 @@ def load_page_hashes() -> None:
 
 
 def served_model() -> ServedModel:
-    """The model of this process; empty where no server has published its arguments."""
+    """The model of this process; empty if no server has published its arguments."""
     try:
         args = get_server_args()
     except (ValueError, AttributeError):
@@ -100,7 +100,7 @@ def served_model() -> ServedModel:
     parallel = get_parallel()
     try:
         dp_rank = parallel.dp_rank or 0
-    except RuntimeError:  # no replica is configured: there is one
+    except RuntimeError:  # no replicas are configured: there is one
         dp_rank = 0
 
     def text(name: str) -> str:
@@ -108,7 +108,7 @@ def served_model() -> ServedModel:
         return "" if value is None else str(value)
 
     return ServedModel(
-        # Where a file was meant on a hub, or a folder on another: what SGLang has made of it.
+        # The path as SGLang has resolved it, for a file on a hub or a folder.
         path=str(resolution_result(args, "model_path", "") or ""),
         revision=text("revision"),
         weight_version=text("weight_version"),
@@ -123,16 +123,16 @@ def served_model() -> ServedModel:
     )
 
 
-#: The revision that SGLang writes into its arguments for a draft model without one.
+#: The revision that SGLang sets for a draft model if none is given.
 _MAIN = "main"
-#: Arguments that change KV under the same checkpoint.
+#: Arguments that change the KV of the same checkpoint.
 _MORE_OVERRIDES = ("quantization_param_path", "modelopt_quant", "model_loader_extra_config")
-#: Variables that change the order of the bytes in a page of the same shape.
+#: Environment variables that change the order of bytes in a page of the same shape.
 _ORDERS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 
 
 def _more_overrides(args: Any) -> str:
-    """Empty unless one is set, so that the pools of servers without them keep their identity."""
+    """The overrides that are set; empty without any, so that existing pools keep their identity."""
     given = {name: getattr(args, name, None) for name in _MORE_OVERRIDES}
     given = {name: value for name, value in given.items() if value not in (None, "", "{}", {})}
     if "quantization_param_path" in given:
@@ -144,9 +144,9 @@ def _more_overrides(args: Any) -> str:
 
 
 def _draft(args: Any) -> dict[str, Any]:
-    """Of the model that drafts, where it is not the served one: pools of any name may hold its KV.
+    """Identity of a separate draft model: pools of any name may contain its KV.
 
-    Its path is left out where its files tell its version.
+    Its path is left out if its files tell its version.
     """
     names = ("path", "revision", "quantization")
     path, revision, quantization = (
@@ -160,7 +160,7 @@ def _draft(args: Any) -> dict[str, Any]:
 
 
 def _adapters(args: Any) -> tuple[tuple[str, str], ...]:
-    """(name, path) of the adapters of --lora-paths; those loaded later have random ids."""
+    """(name, path) of the adapters of --lora-paths; adapters loaded later have random ids."""
     if not resolution_result(args, "enable_lora", None):
         return ()
     given = resolution_result(args, "lora_paths", None) or ()
@@ -176,16 +176,16 @@ def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
         try:
             parallel = get_parallel()
             return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
-        except RuntimeError:  # no server has said its ranks: the config is all there is
+        except RuntimeError:  # no server has published its ranks: the config is the only source
             pass
     return config.tp_rank, config.tp_size
 
 
 def of_all_ranks(config: HiCacheStorageConfig, text: str | None) -> list[str | None]:
-    """What each rank of the server has to say; all of them must ask.
+    """Gathers a text from each rank of the server; all of them must call this.
 
-    SGLang's controller gathers over the same ranks when a storage is attached, if there are several
-    that share a sequence; replicas do not wait for each other.
+    Uses the ranks over which SGLang's controller gathers when a storage is attached, if several
+    share a sequence; replicas do not wait for each other.
     """
     together = config.tp_size * config.pp_size * config.attn_cp_size > 1
     if not (together and torch.distributed.is_initialized()):
@@ -196,7 +196,7 @@ def of_all_ranks(config: HiCacheStorageConfig, text: str | None) -> list[str | N
 
 
 def let_every_rank_write(config: HiCacheStorageConfig) -> bool:
-    """Whether the KV is replicated over the TP ranks; if so, makes each of them write its copy.
+    """Whether KV is replicated over the TP ranks; if so, makes each of them write its copy.
 
     SGLang lets only one rank write replicated KV (MLA), for storage that all ranks can read. A
     Tutti pool belongs to one process, so the other ranks would find nothing and, because SGLang
@@ -209,7 +209,7 @@ def let_every_rank_write(config: HiCacheStorageConfig) -> bool:
 
 
 def publishes_kv_events() -> bool:
-    """Whether this rank publishes events of its KV.  Raises ConfigError when no rank does."""
+    """Whether this rank publishes KV events.  Raises ConfigError if no rank does."""
     config = get_server_args().kv_events_config
     if not config:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """`TuttiHiCacheStorage`: Tutti as the storage behind SGLang's host cache (HiCache, "L3").
 
-README.md shows the flags. Wrong options and pools that do not fit are errors at start, with what to
-do. After that nothing raises: an error is a miss, or a page that is not stored; it is counted, and
+README.md shows the flags. Wrong options and pools that do not fit are errors at start, with the
+remedy. Later nothing raises: an error is a miss, or a page that is not stored; it is counted, and
 logged once per kind.
 """
 
@@ -51,7 +51,7 @@ _UPKEEP_S = 1.0
 
 
 class TuttiHiCacheStorage(adapter.HiCacheStorage):
-    """One rank's pools.  Made by SGLang's `dynamic` backend; see the module."""
+    """The storage of one rank, made by SGLang's `dynamic` backend; see the module."""
 
     def __init__(
         self, storage_config: adapter.HiCacheStorageConfig, _unused: dict[str, Any] | None = None
@@ -81,9 +81,9 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
         if storage_config.dcp_size > 1:
             raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")
-        self.cleared = True  # whether the last `clear` worked
+        self.cleared = True  # whether the last `clear` succeeded
         self._stores: dict[str, HostStore] = {}
-        self._refusal: Exception | None = None  # why a pool could not be opened
+        self._refusal: Exception | None = None  # the error of a pool that could not be opened
         self._all_registered = False
         self._closed = threading.Event()
         self._upkeep: threading.Thread | None = None
@@ -92,11 +92,11 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
 
     @property
     def moving(self) -> bool:
-        """Whether a thread of SGLang's loads or stores."""
+        """Whether a thread of SGLang is loading or storing."""
         return any(store.moving for store in list(self._stores.values()))
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the KV pool for SGLang's host pool.  Raises TuttiError with what to do."""
+        """Opens the KV pool for SGLang's host pool.  Raises TuttiError with the remedy."""
         super().register_mem_pool_host(mem_pool_host)
         self._try_open(KV, mem_pool_host, self._options["capacity"])
         self._agree()
@@ -104,7 +104,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Opens an additional pool (Mamba, SWA, ...).
 
-        What goes wrong is raised when all pools are registered; of one that comes later, here.
+        An error is raised once all pools are registered; for a later pool, here.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
@@ -113,11 +113,11 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             capacity = capacity or self._options["capacity"] // _SIDECAR_PART
             self._try_open(name, host_pool, capacity)
         if self._all_registered and self._refusal is not None:
-            self.close()  # SGLang does not, at this point, and could not attach again
+            self.close()  # SGLang does not close it here, and could not attach again
             raise self._refusal
 
     def on_host_pools_registered(self) -> None:
-        """Raises what went wrong with an additional pool, of this rank or another."""
+        """Raises the error of an additional pool, of this rank or another."""
         super().on_host_pools_registered()
         self._all_registered = True
         self._agree()
@@ -125,7 +125,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: adapter.HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many of the pages, from the first on, are stored."""
+        """Number of pages, from the first on, that are stored."""
         store = self._stores.get(KV)
         return store.match(keys) if store else 0
 
@@ -135,7 +135,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Reads pages straight into the host pool; which of them are there, and right."""
+        """Reads pages directly into the host pool; returns which were found and verified."""
         store = self._stores.get(KV)
         return store.load(keys, host_indices) if store else [False] * len(keys)
 
@@ -145,7 +145,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Stores pages straight from the host pool; which of them are stored."""
+        """Stores pages directly from the host pool; returns which are stored."""
         store = self._stores.get(KV)
         prefix = extra_info.prefix_keys if extra_info else None
         return store.put(keys, host_indices, prefix) if store else [False] * len(keys)
@@ -163,7 +163,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         for transfer in pool_transfers or []:
             if not restorable:
                 break
-            # Groups of blocks are a second form of the KV and never limit it; not kept here.
+            # Block groups are a second form of the same KV: not stored here, and never a limit.
             if transfer.hit_policy == adapter.PoolHitPolicy.BLOCK_GROUPS:
                 continue
             allowed = restorable_lengths(
@@ -196,7 +196,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         transfers: list[adapter.PoolTransfer],
         move: Callable[[HostStore, list[str], torch.Tensor], list[bool]],
     ) -> dict[str, list[bool]]:
-        """What `move` answers for the pages of each pool; a pool that is not open has none."""
+        """Calls `move` for the pages of each pool; those of a pool that is not open are False."""
         answers = {}
         for transfer in transfers:
             store, keys = self._stores.get(str(transfer.name)), transfer.keys or []
@@ -211,13 +211,13 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """One page, flat, copied into the tensor `target_location`; None when it is not there."""
+        """Copies one flat page into the tensor `target_location`; None if it is not stored."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Pages, flat, copied into tensors: the path without "interface_v1"."""
+        """Copies flat pages into tensors; used without "interface_v1"."""
         flat = self._flat_pages()
         if flat is None or target_locations is None:
             return [None] * len(keys)
@@ -236,12 +236,12 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Stores flat pages; whether all of them are stored."""
+        """Stores flat pages; returns whether all of them are stored."""
         flat = self._flat_pages()
         return flat is not None and values is not None and flat.write(keys, values)
 
     def clear(self) -> bool:
-        """Forgets every page of every pool of this rank."""
+        """Removes all pages of all pools of this rank."""
         cleared = [store.clear() for store in self._stores.values()]
         self.cleared = all(cleared)
         return self.cleared
@@ -249,7 +249,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def get_stats(self) -> adapter.StorageMetrics:
         """Pages and GB/s of every batch since the last call.
 
-        SGLang's scheduler asks in every turn; what the stores count is read once a second.
+        SGLang's scheduler calls this in every turn; the stores' counters are read once a second.
         """
         stats = adapter.StorageMetrics()
         for store in list(self._stores.values()):
@@ -262,13 +262,13 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         return stats
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Everything that was counted, by pool."""
+        """All counters, by pool."""
         for store in self._stores.values():
             store.refresh()
         return {name: store.metrics.snapshot() for name, store in self._stores.items()}
 
     def close(self) -> None:
-        """Ends what is under way and closes the pools cleanly."""
+        """Waits for transfers and closes the pools cleanly."""
         self._closed.set()
         STORAGES.discard(self)
         if self._upkeep is not None:
@@ -286,9 +286,9 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             self._refusal = error
 
     def _agree(self) -> None:
-        """Closes every pool and raises on all ranks where one could not open a pool.
+        """If a rank could not open a pool, closes all pools and raises, on all ranks.
 
-        A rank that raised alone would leave the others waiting in SGLang's next collective.
+        If only that rank raised, the others would wait in SGLang's next collective.
         """
         own = self._refusal
         said = None if own is None else f"{self._parallel_rank.name}: {own}"
@@ -346,7 +346,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         )
 
     def _keep_up(self) -> None:
-        """Counters, the summary in the log, and pins of look-ups whose loads never came."""
+        """Updates counters, logs the summary, and releases pins of look-ups without a load."""
         while not self._closed.wait(_UPKEEP_S):
             for store in list(self._stores.values()):
                 store.tick(time.monotonic())
@@ -382,7 +382,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
 def restorable_lengths(
     store: HostStore | None, transfer: adapter.PoolTransfer, keys: list[str]
 ) -> set[int]:
-    """Prefix lengths in pages for which the pool of `transfer` has what they need."""
+    """Prefix lengths, in pages, for which the pool of `transfer` has all pages that they need."""
     if store is None:
         return set()
     if transfer.hit_policy == adapter.PoolHitPolicy.ALL_PAGES:

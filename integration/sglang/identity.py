@@ -1,8 +1,8 @@
 """Identifies the KV of a pool: model, weights, shapes and rank, and the name of its file.
 
-SGLang's page hashes name tokens (with LoRA and cache salt), but neither model nor layout nor
-parallelism. All of that is in the fingerprint of the layout, which is in every ObjectKey, in the
-pool's superblock and in the name of its folder.
+SGLang's page hashes identify tokens (with LoRA and cache salt), but neither model nor layout nor
+parallelism. These are in the layout's fingerprint, which is part of every ObjectKey, of the pool's
+superblock and of the name of its folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What SGLang's arguments say about the model, as far as KV depends on it."""
+    """Properties of the model in SGLang's arguments on which KV depends."""
 
     path: str = ""
     revision: str = ""
@@ -50,7 +50,7 @@ class ServedModel:
     kv_cache_dtype: str = ""
     load_format: str = ""
     overrides: str = ""
-    adapters: tuple[tuple[str, str], ...] = ()  # (name, path) of those whose LoRA ids are lasting
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, path), with permanent LoRA ids
     dp_size: int = 1
     dp_rank: int = 0
     nodes: int = 1
@@ -58,7 +58,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ParallelRank:
-    """Which rank this is.  Replicated KV (MLA) is the same on every TP rank."""
+    """The rank of this process.  Replicated KV (MLA) is the same on every TP rank."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -73,12 +73,12 @@ class ParallelRank:
 
     @property
     def ranks(self) -> int:
-        """Pools of one kind below one path: one for each process that has KV."""
+        """Number of pools of one kind at one path: one per process with KV."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
 
     @property
     def place_on_node(self) -> tuple[int, int]:
-        """(place of this rank, ranks) on its node; SGLang's nodes have consecutive ranks."""
+        """(index of this rank, number of ranks) on its node; a node has consecutive ranks."""
         group = self.pp_rank * self.dp_size + self.dp_rank
         index = (group * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
         ranks = max(1, self.ranks // self.nodes)
@@ -86,7 +86,7 @@ class ParallelRank:
 
     @property
     def share(self) -> tuple[int, int]:
-        """(rank, world) of this rank's share of the KV; the same for all that hold the same KV."""
+        """(rank, world) of this rank's share of the KV; equal for ranks with the same KV."""
         tp_rank, tp_size = (0, 1) if self.replicated else (self.tp_rank, self.tp_size)
         rank = (self.pp_rank * self.cp_size + self.cp_rank) * tp_size + tp_rank
         return rank, self.pp_size * self.cp_size * tp_size
@@ -99,10 +99,10 @@ class ParallelRank:
 
 @dataclass(frozen=True)
 class PageShape:
-    """How a page of one KV pool lies in memory, and what its bytes mean.
+    """The memory layout of a page of one KV pool, and the kind of its bytes.
 
-    segments: bytes of the fragments of a page in one layer.  layers: 1 where all layers of a page
-    are one fragment each for K and V.  order: SGLang's name of the memory layout.
+    segments: bytes of the fragments of a page in one layer.  layers: 1 if a page has one fragment
+    of all layers for K and one for V.  order: SGLang's name of the memory layout.
     """
 
     pool: str
@@ -119,7 +119,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model and its weights, as far as KV depends on them."""
+    """The properties of a model and its weights on which KV depends."""
 
     model: str
     weights: str
@@ -129,7 +129,7 @@ class ModelIdentity:
 
 
 def layout_of(shape: PageShape, identity: ModelIdentity, parallel_rank: ParallelRank) -> KVLayout:
-    """The layout whose fingerprint says all of it."""
+    """The layout, whose fingerprint covers all of these."""
     rank, world = parallel_rank.share
     details = {
         **asdict(identity),
@@ -158,8 +158,8 @@ def layout_of(shape: PageShape, identity: ModelIdentity, parallel_rank: Parallel
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> ModelIdentity:
     """The identity of a served model; options `model` and `weights` override it.
 
-    Adapters belong to it even with `weights`: their ids, and so the page hashes, stay the same
-    when they are trained again.  name: of a model whose path is not known.
+    Adapters are included even if `weights` is given: their ids, and so the page hashes, do not
+    change if they are trained again.  name: of a model without a known path.
     """
     source = model.path, model.revision
     weights = options["weights"] or "|".join(
@@ -179,8 +179,8 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
 
 @cache
 def version_at_start(path: str, revision: str = "") -> str:
-    """The version as of the first pool that this process opened, soon after the weights were
-    loaded: when another is opened, the files may not be any more what is served.
+    """The version when this process opened its first pool, soon after the weights were loaded:
+    later the files may differ from the weights that are served.
     """
     version = weights_version(path, revision)
     if path and not version:
@@ -193,11 +193,11 @@ def version_at_start(path: str, revision: str = "") -> str:
 
 
 def weights_version(path: str, revision: str = "") -> str:
-    """What tells this checkpoint, adapter or file from another under the same name; "": unknown.
+    """Distinguishes versions of a checkpoint, adapter or file with the same name; "": unknown.
 
-    A local folder: names, sizes and modification times of its weights and configuration; a file:
-    its own, and those of the config.json beside it. A name on a hub: the commit of the snapshot in
-    the local cache, if there is one.
+    Of a local folder: names, sizes and modification times of its weights and configuration. Of a
+    file: its own, and those of the config.json next to it. Of a name on a hub: the commit of the
+    snapshot in the local cache, if there is one.
     """
     if os.path.isdir(path):
         files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(_WEIGHT_FILES)]
@@ -218,13 +218,13 @@ def _snapshot(repository: str, revision: str | None) -> str:
         from huggingface_hub import try_to_load_from_cache
 
         found = [try_to_load_from_cache(repository, name, revision=revision) for name in _CONFIGS]
-    except Exception:  # no cache, no such library, or no valid name: the name alone has to do
+    except Exception:  # no cache, no library, or no valid name: only the name identifies it
         return ""
     return next((Path(file).parent.name for file in found if isinstance(file, str)), "")
 
 
 def uses_agent(options: Mapping[str, Any]) -> bool:
-    """Whether the pools are an agent's."""
+    """Whether an agent owns the pools."""
     return is_agents(options["path"])
 
 
@@ -238,13 +238,12 @@ def open_store(
     *,
     is_kv: bool = True,
 ) -> tuple[Store, str]:
-    """A pool of one rank, made when it is not there, and where it is.
+    """Opens a pool of one rank, or makes it; returns it and its location.
 
-    Raises TuttiError, also logged: SGLang ends with a traceback, below which its reason is lost.
+    Raises TuttiError, and logs it: SGLang ends with a traceback that hides the reason.
 
-    pool: its name in the file's.  capacity: bytes of all ranks' pools together.  schedule: when its
-    puts and loads are issued; None for what the option ``profile`` says.  is_kv: see
-    `rank_members`.
+    pool: part of the file's name.  capacity: bytes of all ranks' pools together.  schedule: of its
+    puts and loads; None: by the option ``profile``.  is_kv: see `rank_members`.
     """
     try:
         return _open(layout, pool, capacity, options, parallel_rank, schedule, is_kv)
@@ -263,7 +262,7 @@ def _open(
     is_kv: bool,
 ) -> tuple[Store, str]:
     if uses_agent(options):
-        # One pool for all ranks and replicas whose KV is the same.
+        # One pool for all ranks and replicas with the same KV.
         where = options["path"][0]
         capacity //= layout.world
         if schedule is None and options["scheduler_trace"]:
@@ -281,7 +280,7 @@ def _open(
 
 
 def facts_of(store: Store, path: str) -> dict[str, str]:
-    """What an open pool was opened with; executor "agent" where another process has it open."""
+    """Settings of an open pool; executor "agent" if an agent has it open."""
     executor, missing, config = "agent", 0, store.config
     if isinstance(store, ObjectStore):
         executor = getattr(store.controller, "executor_name", type(store.controller).__name__)

@@ -1,12 +1,12 @@
-"""KV events of the disk tier: which pages routers may expect on this server's SSD.
+"""KV events of the disk tier: they tell routers which pages are on this server's SSD.
 
-SGLang publishes events of the GPU's and the host's pages. With the option `kv_events` those of the
-disk join them, in the same stream and format, with medium DISK: pages that are durable, and pages
-that were evicted or deleted. They go the way of SGLang's own: the plugin adds them where the
-scheduler takes the tree's events.
+SGLang publishes events of pages in GPU and host memory. With the option `kv_events`, those of pages
+on disk are added to the same stream, in the same format, with medium DISK: stored pages that are
+durable, and pages that were evicted or deleted. The plugin adds them where the scheduler takes the
+events of its tree.
 
-An event holds the page's tokens, which storage is never told: they are remembered from SGLang's own
-events. All memory is bounded, and what exceeds it is not announced, and counted.
+An event contains the page's tokens, which storage does not get: they are remembered from SGLang's
+own events. Memory is bounded; pages beyond the limits are not announced, but counted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tutti.integration.sglang.metrics import Metrics
 from tutti.interface import Store
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
-_BLOCKS_MAX = 1 << 16  # of each kind that are remembered
+_BLOCKS_MAX = 1 << 16  # remembered, of each kind
 _ANNOUNCED_MAX = 1 << 19  # about 100 MB
-_TAKEN_MAX = 4096  # blocks for one turn of the scheduler
+_TAKEN_MAX = 4096  # blocks per turn of the scheduler
 _CHECK_S = 1.0
-_CHECK_SHARE = 0.02  # of the time, for a pool of any size
+_CHECK_SHARE = 0.02  # share of the time, whatever the pool's size
 
-#: Of this process, until all that they had to tell was taken.
+#: Of this process; removed once all of their events were taken.
 EVENTS: set[DiskEvents] = set()
 _HOOKED = threading.Event()
 
 
 class DiskEvents:
-    """The events of one pool of KV.  Thread-safe; no call waits for anything.
+    """The events of one KV pool.  Thread-safe; no call blocks.
 
-    page_size: tokens of a page.  blocks_max: pages of each kind that are remembered.
+    page_size: tokens per page.  blocks_max: limit of remembered pages of each kind.
     """
 
     def __init__(self, page_size: int, metrics: Metrics, *, blocks_max: int = _BLOCKS_MAX) -> None:
@@ -52,40 +52,40 @@ class DiskEvents:
         self._max = blocks_max
         self._lock = threading.Lock()
         self._offered: OrderedDict[bytes, int] = OrderedDict()  # block hashes by object key
-        self._known: OrderedDict[int, dict[str, Any]] = OrderedDict()  # of BlockStored, by hash
-        self._waiting: OrderedDict[int, bytes] = OrderedDict()  # durable, their tokens not known
-        self._ready: OrderedDict[int, bool] = OrderedDict()  # whether it is there now, to be told
+        self._known: OrderedDict[int, dict[str, Any]] = OrderedDict()  # BlockStored, by hash
+        self._waiting: OrderedDict[int, bytes] = OrderedDict()  # durable, tokens unknown
+        self._ready: OrderedDict[int, bool] = OrderedDict()  # stored (or gone), to be published
         self._announced: dict[bytes, int] = {}
         self._next_check_s = 0.0
         self._closed = False
         EVENTS.add(self)
 
     def offered(self, names: Sequence[str], keys: Keys) -> None:
-        """SGLang's hashes of pages, hexadecimal, and their object keys (n, 16)."""
+        """Records SGLang's page hashes (hexadecimal) and their object keys (n, 16)."""
         with self._lock:
             for name, key in zip(names, keys, strict=True):
                 self._remember(self._offered, key.tobytes(), self._sglang.block_hash(name))
 
     def stored(self, keys: Keys, good: Mask) -> None:
-        """Pages of a chain were stored, as far as good (n,) says: up to the first that was not."""
+        """Announces stored pages of a chain, up to the first one whose ``good`` (n,) is False."""
         n = len(good) if good.all() else int(np.argmin(good))
         with self._lock:
             for key in keys[:n]:
                 self._durable(key.tobytes())
 
     def found(self, names: Sequence[str], keys: Keys) -> None:
-        """A look-up found the pages of a chain: as `stored`, also by another process."""
+        """Announces pages that a look-up found, also pages that another process stored."""
         n = len(keys)
         if n and keys[-1].tobytes() not in self._announced:
             self.offered(names[:n], keys)
             self.stored(keys, np.ones(n, np.bool_))
 
     def take(self, events: list[Any]) -> list[Any]:
-        """SGLang's events, and those of this pool behind them.  On the scheduler's thread."""
+        """SGLang's events, followed by those of this pool.  Called on the scheduler's thread."""
         with self._lock:
             for event in events:
                 if isinstance(event, self._sglang.AllBlocksCleared):
-                    # Routers have forgotten the disk's pages, too; look-ups announce them again.
+                    # Routers forget disk pages, too; look-ups announce them again.
                     for each in (self._waiting, self._ready, self._announced):
                         each.clear()
                 elif isinstance(event, self._sglang.BlockStored):
@@ -95,12 +95,12 @@ class DiskEvents:
                 self._enqueue(block, is_there)
             if self._closed and not (self._ready or self._announced):
                 EVENTS.discard(self)
-        if self._closed:  # what there was no room for comes with the next turns
+        if self._closed:  # the rest follows in later turns
             self._withdraw(list(islice(self._announced, _TAKEN_MAX)))
         return [*events, *self._recorder.take()]
 
     def check(self, store: Store) -> None:
-        """Withdraws pages that the pool has no longer.  Call it about once a second."""
+        """Withdraws pages that the pool does not have any more.  Call it about once a second."""
         began_s = time.monotonic()
         if began_s < self._next_check_s:
             return
@@ -114,7 +114,7 @@ class DiskEvents:
         self._next_check_s = began_s + max(_CHECK_S, took_s / _CHECK_SHARE)
 
     def close(self) -> None:
-        """The pool is detached: all of its pages are withdrawn."""
+        """Withdraws all pages, because the pool is detached."""
         self._withdraw(list(self._announced))
         self._closed = True
 
@@ -137,7 +137,7 @@ class DiskEvents:
             self._metrics.count("unannounced_pages")
 
     def _learn(self, event: Any) -> None:
-        """Remembers the tokens of SGLang's pages; those that are durable already are announced."""
+        """Remembers tokens of SGLang's pages; announces pages that are durable already."""
         size, parent = event.block_size, event.parent_block_hash
         for i, block in enumerate(event.block_hashes):
             block_event = {
@@ -161,7 +161,7 @@ class DiskEvents:
             self._metrics.count("withdrawn_pages")
             return
         known = self._known.get(block)
-        if known is None:  # forgotten since
+        if known is None:  # forgotten meanwhile
             self._metrics.count("unannounced_pages")
             return
         there = {**known, "block_hashes": [block], "token_ids": known["token_ids"].tolist()}
@@ -170,7 +170,7 @@ class DiskEvents:
         self._metrics.count("announced_pages")
 
     def _queue(self, block: int, *, is_there: bool) -> bool:
-        """One more event to be taken; False where there are too many."""
+        """Queues an event; False if there are too many."""
         if len(self._ready) >= self._max and block not in self._ready:
             return False
         self._ready[block] = is_there
@@ -187,7 +187,7 @@ class DiskEvents:
 
 
 def publishes() -> bool:
-    """Whether this rank publishes events.  Raises ConfigError where none does, with what to do."""
+    """Whether this rank publishes events.  Raises ConfigError, with the remedy, if none does."""
     from tutti.integration.sglang import adapter
 
     if not _HOOKED.is_set():

@@ -1,8 +1,8 @@
-"""Large pages below the host pool of a HiCache whose storage is Tutti, with SGLang's flags alone.
+"""Allocates SGLang's host pool on large pages if HiCache's storage is Tutti.
 
-SGLang pins its host pool for a GPU as soon as it is allocated, and pinned memory never moves to
-large pages. It can allocate the pool on them, but only by a variable of the environment. The plugin
-sets that variable while such a pool is allocated.
+SGLang pins its host pool for a GPU at its allocation, and pinned memory cannot be moved to large
+pages. SGLang can allocate the pool on them, but only if an environment variable is set. The plugin
+sets that variable while such a pool is allocated, so that no other setting is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _allocate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _wants_large_pages() -> bool:
-    """Whether this server's storage is Tutti's, with the option `hugepages` not off."""
+    """Whether this server's storage is Tutti, and the option `hugepages` is not off."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.runtime_context import get_memory
 
@@ -45,7 +45,7 @@ def _wants_large_pages() -> bool:
         config, *_ = HybridCacheController.parse_storage_backend_extra_config(
             memory.hicache_storage_backend_extra_config
         )
-    except (OSError, ValueError):  # no server's process, or flags that SGLang refuses later
+    except (OSError, ValueError):  # not a server's process, or flags that SGLang refuses later
         return False
     is_tutti = all(config.get(name) == value for name, value in STORAGE_CLASS.items())
     return is_tutti and config.get("hugepages") != "off"

@@ -13,23 +13,23 @@ from typing import Any
 from tutti.errors import ConfigError
 from tutti.integration.sglang.options import HICACHE, LINKER, Option, check_limits, parse_options
 
-#: Versions of SGLang that the adapters were made for.
+#: Versions of SGLang that the adapters support.
 VERSIONS = ("0.5.23",)
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "tutti"
 
 _PACKAGE = "tutti.integration.sglang"
-#: Names the storage in HiCache's extra config.
+#: The storage's names in HiCache's extra config.
 STORAGE_CLASS = {"module_path": f"{_PACKAGE}.hicache", "class_name": "TuttiHiCacheStorage"}
 _PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"
 _PAGE_SIZE = "SGLANG_HUGEPAGE_SIZE"
-#: SGLang's names of memory layouts, and the copy engine that each one works with.
+#: The I/O backend that each of SGLang's memory layouts needs.
 IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct", "layer_first": "kernel"}
 
 
 def extra_config(
     mode: str, options: Mapping[str, Any], own: Sequence[Option] = ()
 ) -> dict[str, Any]:
-    """The JSON object for SGLang's extra config.  Raises ConfigError for wrong options."""
+    """The JSON object for SGLang's extra config.  Raises ConfigError for invalid options."""
     parse_options(options, mode, own)
     if mode == HICACHE:
         return {
@@ -55,7 +55,7 @@ def server_arguments(
     layout: str = "page_first",
     own: Sequence[Option] = (),
 ) -> list[str]:
-    """Arguments of `python -m sglang.launch_server`.  Raises ConfigError for wrong options."""
+    """Arguments of `python -m sglang.launch_server`.  Raises ConfigError for invalid options."""
     arguments = ["--model-path", model, "--page-size", str(page_size)]
     arguments += ["--enable-metrics", "--enable-cache-report"]
     config = json.dumps(extra_config(mode, options, own))
@@ -86,9 +86,9 @@ def server_arguments(
 
 
 def server_environment(mode: str) -> dict[str, str]:
-    """Variables with which SGLang allocates its host pool on large pages, before it pins it.
+    """Environment variables that make SGLang allocate its host pool on large pages.
 
-    The plugin sets them for Tutti alone.  Empty for a mode without a host pool, and where the
+    With the plugin they are not needed.  Empty for a mode without a host pool, and if the
     environment has such a setting already.
     """
     if mode != HICACHE or any(name in os.environ for name in (_PARALLEL_ALLOCATION, _PAGE_SIZE)):
@@ -97,7 +97,7 @@ def server_environment(mode: str) -> dict[str, str]:
 
 
 def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
-    """(ranks of a node, nodes) by SGLang's arguments.  Raises ConfigError for wrong ones."""
+    """(ranks per node, nodes) from SGLang's arguments.  Raises ConfigError for invalid ones."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in (
         ("--tp-size", "--tp", "--tensor-parallel-size"),
@@ -117,7 +117,7 @@ def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
 
 
 _STAGES = ("--pp-size", "--pipeline-parallel-size")
-#: Flags that the command sets itself, and its own option that changes each.
+#: Flags that `tutti sglang command` sets, with its own option for each.
 _OWN = {
     "--model-path": "--model",
     "--model": "--model",
@@ -134,8 +134,8 @@ _STARTS = {HICACHE: "--enable-hierarchical-cache", LINKER: "--enable-unified-cac
 
 
 def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> None:
-    """Raises ConfigError for more arguments that do not go with the mode, or that contradict those
-    of `server_arguments`: SGLang takes the last value.
+    """Raises ConfigError for additional arguments that do not fit the mode, or contradict those of
+    `server_arguments`: SGLang would use the last value.
     """
     given = [word for argument in more for word in argument.split("=", 1)]
     for other, flag in _STARTS.items():
@@ -158,7 +158,7 @@ def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> 
 
 
 def installed_version() -> str:
-    """The version of SGLang in this environment; empty without one."""
+    """The version of SGLang in this environment; "" if it is not installed."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -166,9 +166,9 @@ def installed_version() -> str:
 
 
 def refused_arguments(arguments: Sequence[str]) -> str:
-    """Why the installed SGLang's parser refuses the arguments; empty when it takes them.
+    """The reason why the installed SGLang's parser refuses the arguments; "" if it accepts them.
 
-    Raises ImportError where SGLang cannot be imported.
+    Raises ImportError if SGLang cannot be imported.
     """
     from sglang.srt.server_args import ServerArgs
 

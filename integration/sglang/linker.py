@@ -1,7 +1,7 @@
 """`TuttiLinker`: SGLang's KV pages to SSD and back, layer by layer, without a host cache tier.
 
-README.md shows the flags. Wrong options and pools that do not fit are errors at start, with what to
-do. After that an error of the medium is a miss, an offload that was not kept, or SGLang's 503 for
+README.md shows the flags. Wrong options and pools that do not fit are errors at start, with the
+remedy. Later an error of the medium is a miss, an offload that was not kept, or SGLang's 503 for
 the batch whose load failed; it is counted, and logged once per kind.
 """
 
@@ -53,10 +53,10 @@ _PATIENCE_S = 1.0
 
 
 class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
-    """One rank's store.  Made by SGLang's `dynamic` linker backend; see the module.
+    """The linker of one rank, made by SGLang's `dynamic` linker backend; see the module.
 
-    SGLang calls everything from its scheduler's thread, except the layer counter's waits.
-    pools: SGLang's KV pools by name.  stored_pools: each with the store that keeps its pages.
+    SGLang calls all methods on its scheduler's thread, except the layer counter's waits.
+    pools: SGLang's KV pools by name.  stored_pools: the same with their stores.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Opens the pools.  Raises TuttiError with what to do."""
+        """Opens the pools.  Raises TuttiError with the remedy."""
         check_version()
         load_page_hashes()
         self.forward_stream = forward_stream
@@ -79,8 +79,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._model = served_model()
         self._rank = adapter.parallel_rank_of(params, self._model, replicated=group.replicated)
         if self._rank.pp_size > 1:
-            # Stages that find different pages would wait for each other without end:
-            # SGLang takes the common answer of TP and CP ranks alone (sglang PR 38658, open).
+            # Stages with different hits would deadlock: SGLang combines only the answers of TP
+            # and CP ranks (sglang PR 38658, open).
             raise Unsupported(
                 "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
                 "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
@@ -88,9 +88,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._alone = self._rank.ranks == self._rank.dp_size
         self._prometheus = bool(getattr(server_args, "enable_metrics", False))
         self._queued: dict[str, list[QueuedLoad]] = {}
-        self._ended: deque[bool] = deque()  # offloads that ended before, or while detached
+        self._ended: deque[bool] = deque()  # offloads that ended before a detach, or while detached
         self._open(options)
-        # A GPU computes a layer long after the forward's thread asked for it: its stream tells.
+        # A GPU computes a layer long after the forward's thread asked for it; its stream reports.
         began = STEPS.layer_began if self._gpu is None else None
         self.layer_done_counter = LayerCounter(group.layers, began)
         if group.has_states:
@@ -127,12 +127,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._options, self._timeout_s, self._gpu = options, timeout_s, gpu
             self._start_parts(stored_pools, opened)
             self._opened = opened.pop_all()
-        # A scheduler that dies of an error never calls close.
+        # A scheduler that ends with an error does not call close.
         at_exit(self.close)
         self._closed = False
 
     def _start_parts(self, stored_pools: Sequence[StoredPool], opened: ExitStack) -> None:
-        """What goes by the options.  opened: ends each part that has a thread."""
+        """Makes the parts that depend on the options.  opened: closes parts that have threads."""
         options, timeout_s = self._options, self._timeout_s
         failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
         self.reads = Breaker(failures, pause_s, time.monotonic)
@@ -195,7 +195,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         opened.callback(self._loads.put, None)
 
     def lookup(self, rid: str, transfers: list[adapter.PoolTransfer]) -> list[int]:
-        """Every prefix length in pages that all pools can restore, pinned, and worth loading."""
+        """Prefix lengths, in pages, that all pools can restore and that pay to load; pins them."""
         keys = None if self._closed else self._keys(adapter.kv_of(transfers))
         if keys is None:
             return []
@@ -211,8 +211,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[adapter.PoolTransfer]) -> bool:
         """Queues a load for the next batch; False makes SGLang compute instead.
 
-        With several ranks the answer depends on the transfers alone. A single rank also refuses
-        what was evicted since the look-up.
+        With several ranks the answer depends only on the transfers. A single rank also refuses
+        pages that were evicted since the look-up.
         """
         if self._closed or rid in self._queued:
             return False
@@ -229,7 +229,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return True
 
     def start_layer_wise_loading(self) -> int:
-        """Starts the queued loads; the index of their batch, or -1 when there are none."""
+        """Starts the queued loads; returns the index of their batch, or -1 if there are none."""
         queued, self._queued = self._queued, {}
         if not queued:
             return -1
@@ -247,9 +247,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return self.layer_done_counter.add(batch)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Waits until nothing is written to the batch's pages; whether all of them are right.
+        """Waits until nothing writes to the batch's pages; returns whether all are correct.
 
-        The pins of its requests end here: at the same call on all ranks, unlike the transfers.
+        Releases its requests' pins here, because this is the same call on all ranks.
         """
         batch = self.layer_done_counter.finish(counter_index)
         if batch is None:
@@ -259,17 +259,17 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return good
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forgets a load that was not started, and what was read ahead and pinned for it."""
+        """Drops a load that was not started, with its reads ahead and pins."""
         self.ahead.forget(rid)
         self._lookups.release([rid])
         return self._queued.pop(rid, None) is not None
 
     def offload(self, transfers: list[adapter.PoolTransfer], session_id: str | None = None) -> bool:
-        """Takes pages to store; False, from the transfers alone, when there are none."""
+        """Takes pages to store; False if the transfers have none, whatever the store's state."""
         parts = self._parts_of(transfers, "offload")
         if parts is None or adapter.kv_of(transfers) is None:
             return False
-        if self._closed:  # another rank may be attached, and its answer must be the same
+        if self._closed:  # answers must not depend on whether a rank is attached
             self._ended.append(False)
             return True
         if self._events is not None and (keys := self._keys(adapter.kv_of(transfers))) is not None:
@@ -280,11 +280,11 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """Offloads, from the oldest on, whose pages SGLang may reuse."""
+        """Number of offloads, from the oldest on, whose pages SGLang may reuse."""
         return len(self._ended) + self.backlog.completed()
 
     def pop_completed_offload(self) -> bool:
-        """Takes the oldest: whether its pages are stored, or copied out to be."""
+        """Removes the oldest one; returns whether its pages are stored, or copied to be stored."""
         if self._ended:
             return self._ended.popleft()
         kept = self.backlog.pop()
@@ -292,7 +292,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return kept
 
     def reset(self) -> None:
-        """Ends transfers in flight.  Raises DeviceTimeout when they do not end."""
+        """Ends transfers in flight.  Raises DeviceTimeout if they do not end."""
         self._queued.clear()
         self._ended.clear()
         if self._closed:
@@ -313,15 +313,15 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self._shut()
 
     def stats(self) -> dict[str, Any]:
-        """By pool: what its store counts, and by path how pieces are read ahead; {} if detached."""
+        """Statistics by pool: of its store, and of its reads ahead by path; {} if detached."""
         pools = {} if self._closed else self.stored_pools
         ahead = self.ahead.stats
         return {name: {**p.store.stats(), "read_ahead": ahead(p)} for name, p in pools.items()}
 
     def clear(self) -> None:
-        """Forgets all pages of this rank; durable on return.  Raises TuttiError.
+        """Removes all pages of this rank; durable on return.  Raises TuttiError.
 
-        For a scheduler without requests: what was looked up is not there any more.
+        The scheduler must have no requests: pages that it looked up are gone.
         """
         if self._closed:
             raise PoolClosed("the linker was detached; attach it first")
@@ -335,10 +335,10 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             second_touch.clear()
 
     def detach(self) -> None:
-        """Closes the pools cleanly and goes on as a linker that finds and keeps nothing.
+        """Closes the pools cleanly; afterwards the linker finds and stores nothing.
 
-        For a scheduler without requests.  Raises DeviceTimeout when stores do not end; the linker
-        is then as before.  A second call does nothing.
+        The scheduler must have no requests.  Raises DeviceTimeout if stores do not end; the linker
+        is unchanged then.  A second call does nothing.
         """
         if self._closed:
             return
@@ -351,8 +351,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def attach(self, config: Mapping[str, Any] | None = None) -> None:
         """Opens the pools of a detached linker again.
 
-        For a scheduler without requests.  Raises TuttiError; the linker is then still detached.
-        config: as the constructor's extra_config; None for the options that it had.
+        The scheduler must have no requests.  Raises TuttiError; the linker is still detached then.
+        config: as the constructor's extra_config; None keeps the options.
         """
         options = self._options
         if config is not None:
@@ -364,10 +364,10 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             raise ConfigError("the linker is attached with other options; detach it first")
 
     def _shut(self) -> None:
-        """Ends the threads and closes the pools, with nothing under way."""
+        """Ends the threads and closes the pools; nothing may be under way."""
         self._closed = True
         forget_exit(self.close)
-        while self.backlog.completed():  # SGLang may still ask for them
+        while self.backlog.completed():  # SGLang may still pop them
             self._ended.append(self.backlog.pop())
         self._opened.close()
 
@@ -379,14 +379,14 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             self.error_log.add(f"close: {type(error).__name__}", error)
 
     def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
-        """Whether the transfers name the pages of every pool."""
+        """Whether the transfers have the keys of every pool."""
         named = {str(transfer.name) for transfer in transfers if transfer.keys}
         return all(pool.source in named for pool in self._group.pools.values())
 
     def _parts_of(
         self, transfers: Sequence[adapter.PoolTransfer], what: str
     ) -> list[tuple[StoredPool, Keys, Any]] | None:
-        """Keys and slots for each pool; None when there are none, or not a slot for each token."""
+        """Keys and slots by pool; None if there are none, or the slots are not whole pages."""
         by_name = {str(transfer.name): transfer for transfer in transfers}
         parts: list[tuple[StoredPool, Keys, Any]] = []
         known: dict[str, Keys | None] = {}
@@ -406,9 +406,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return parts or None
 
     def _pages_left(self, rid: str) -> int | None:
-        """How many pages the batch that is being formed has left for a request; None: any number.
+        """Number of pages that the next batch can load for a request; None: any number.
 
-        From what is queued and the options alone, so that all ranks agree.
+        Depends only on the queued loads and the options, so that all ranks agree.
         """
         limits = [stored_pool.batch_pages_max for stored_pool in self.stored_pools.values()]
         most = min((limit for limit in limits if limit is not None), default=None)
@@ -424,7 +424,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         return max(0, most - sum(queued))
 
     def _keys(self, transfer: adapter.PoolTransfer | None) -> Keys | None:
-        """ObjectKeys of a transfer; None for none, or while it is not known which weights hold."""
+        """ObjectKeys of a transfer; None without keys, or while the current weights are unknown."""
         namespace = WATCH.namespace
         if transfer is None or not transfer.keys or namespace is None:
             return None
@@ -432,7 +432,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     @property
     def _fingerprint(self) -> bytes:
-        """Of all pools together: what one of them holds is of no use without the others."""
+        """Of all pools together, because one pool's pages are useless without the others'."""
         prints = [
             stored_pool.store.layout.fingerprint for stored_pool in self.stored_pools.values()
         ]
@@ -470,7 +470,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             if failed:
                 self.error_log.add("load: slow", f"{batch.nbytes} bytes in {took_s:.3g} s")
         if failed:
-            for load in batch.queued:  # a probe reads them before requests do
+            for load in batch.queued:  # a probe reads these before requests do
                 load.stored_pool.remember(load.keys)
             self.reads.failure()
         elif good:

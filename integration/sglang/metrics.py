@@ -1,6 +1,6 @@
 """Counters of the integration, for SGLang's statistics, for Prometheus and for tests.
 
-Prometheus metrics live in the scheduler's process and reach SGLang's /metrics page through
+Prometheus metrics are in the scheduler's process. SGLang's /metrics page shows them through
 prometheus_client's multiprocess folder, which SGLang sets up with --enable-metrics.
 """
 
@@ -17,8 +17,8 @@ from tutti.store_numbers import DRIVES, NUMBERS, drive_numbers, numbers
 
 UNFLUSHED = "weights_unflushed"
 
-#: Name, kind, meaning.  Labels are `mode`, `pool` and `rank`, and those of _LABELS.
-#: All of a mode exist from the start, at 0, but for those by path or drive.
+#: (kind, help) by name.  Labels are `mode`, `pool` and `rank`, and those of _LABELS.
+#: All metrics of a mode exist from the start, at 0, except those by path or drive.
 METRICS: Mapping[str, tuple[str, str]] = {
     **{name: (kind, meaning) for name, (kind, _, meaning) in NUMBERS.items()},
     **DRIVES,
@@ -70,14 +70,14 @@ _LABELS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(DRIVES, ("drive", "direction")),
     "ahead_pieces": ("path",),
 }
-#: Metrics that one mode alone has.
+#: Metrics that exist in one mode only.
 _OF_MODE = {
     **dict.fromkeys(("ahead_pages", "ahead_pieces", "ahead_used_pages"), LINKER),
     **dict.fromkeys(("ahead_unused_pages", "kernel_copied_pages", "refused_pages"), LINKER),
     **dict.fromkeys(("backlog_pages", "breaker_open", "bubble_seconds"), LINKER),
     "hugepage_bytes": HICACHE,
 }
-#: Counters of this process's own queue; the others are the pool's, which may be an agent's.
+#: Counters of this process's queue; the others are the pool's, which an agent may own.
 _OF_QUEUE = ("deferred_pages", "forced_pages", "slack_seconds")
 INFO = "info"
 _INFO_LABELS = ("version", "path", "executor", "verify", "durability", "profile")
@@ -87,9 +87,9 @@ LOAD, STORE = "load", "store"
 
 
 class Metrics:
-    """Counts for one pool.  Thread-safe.
+    """The metrics of one pool.  Thread-safe.
 
-    labels: `mode`, `pool` and `rank`.  prometheus: also publish, if prometheus_client is there.
+    labels: `mode`, `pool` and `rank`.  prometheus: publish them if prometheus_client is installed.
     """
 
     def __init__(self, labels: Mapping[str, str], *, prometheus: bool = False) -> None:
@@ -97,7 +97,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, ...], float] = {}  # by name and labels
         self._seen: dict[tuple[str, ...], float] = {}
-        self._session = -1  # the last one with an agent
+        self._session = -1  # number of the last session with an agent
         self._samples: dict[str, deque[tuple[int, float]]] = {
             direction: deque(maxlen=_SAMPLES_MAX) for direction in (LOAD, STORE)
         }
@@ -114,7 +114,7 @@ class Metrics:
         return " ".join(self._labels[label] for label in ("mode", "pool", "rank"))
 
     def _start_at_zero(self) -> None:
-        """A rate over a counter that appears with its first event misses that event."""
+        """Creates counters at 0: a rate over a counter that appears later misses an event."""
         for name in (*METRICS, LATENCY):
             if _OF_MODE.get(name, self._labels["mode"]) != self._labels["mode"]:
                 continue
@@ -123,7 +123,7 @@ class Metrics:
                 self._publish(name, labels, lambda metric: None)
 
     def info(self, facts: Mapping[str, str]) -> None:
-        """What the pool was opened with, as labels of a metric that is always 1, and two gauges."""
+        """Publishes the pool's settings as labels of a metric that is always 1, and two gauges."""
         for name in ("missing_members", "write_budget_bytes"):
             self.level(name, int(facts.get(name, 0)))
         if self._published is None:
@@ -147,7 +147,7 @@ class Metrics:
         self._publish(name, labels, lambda metric: metric.set(value))
 
     def moved(self, direction: str, pages: int, nbytes: int, duration_s: float) -> None:
-        """One batch was moved."""
+        """Counts one batch that was moved."""
         self.count("moved_pages", pages, direction)
         self.count("moved_bytes", nbytes, direction)
         self.count("busy_seconds", duration_s, direction)
@@ -156,9 +156,9 @@ class Metrics:
         self._publish(LATENCY, (direction,), lambda metric: metric.observe(duration_s))
 
     def from_store(self, stats: Mapping[str, Any], page_tokens: int = 0) -> None:
-        """Takes over what an ObjectStore counts itself.
+        """Updates the metrics from an ObjectStore's statistics.
 
-        page_tokens: tokens of an object; 0 where an object is not a page.
+        page_tokens: tokens per object; 0 if an object is not a page.
         """
         found = numbers(stats)
         usable, quarantined = int(stats["usable_objects"]), int(stats["slots"]["quarantined"])
@@ -184,12 +184,12 @@ class Metrics:
     def _count_up(
         self, totals: Mapping[tuple[str, ...], float], session: int | None = None
     ) -> None:
-        """Counters, by name and labels, have reached values.
+        """Raises counters, by name and labels, to totals.
 
-        session: number of the session with an agent, whose totals began before the first one, and
-        begin again at 0 when it is restarted.
+        session: number of the session with an agent.  Its totals include a time before the first
+        session, and restart at 0 with the agent.
         """
-        with self._lock:  # another thread may come with newer numbers in between
+        with self._lock:  # so that another thread's newer totals are not mixed in
             if session is not None and session != self._session:
                 if session < self._session:
                     return
@@ -211,7 +211,7 @@ class Metrics:
         return [pages for pages, _ in samples], [bandwidth for _, bandwidth in samples]
 
     def snapshot(self) -> dict[str, float]:
-        """Every number so far; those with labels as "name/label"."""
+        """All values; those with labels as "name/label"."""
         with self._lock:
             return {"/".join(key): value for key, value in self._values.items()}
 
@@ -222,14 +222,14 @@ class Metrics:
         update(self._published[name].labels(**self._labels, **own))
 
 
-#: Of this process, and the gauges that all of them show.
+#: The Metrics of this process, and the gauges that all of them show.
 _ALL: weakref.WeakSet[Metrics] = weakref.WeakSet()
 _OF_ALL: dict[str, float] = {}
 _ALL_LOCK = threading.Lock()
 
 
 def level_all(name: str, value: float) -> None:
-    """Sets a gauge of every pool in this process, also of those that are opened later."""
+    """Sets a gauge of every pool in this process, including pools that are opened later."""
     with _ALL_LOCK:
         _OF_ALL[name] = value
         for metrics in _ALL:
@@ -241,7 +241,7 @@ _PUBLISHED_LOCK = threading.Lock()
 
 
 def _published() -> dict[str, Any] | None:
-    """The process's Prometheus metrics, made once; None without prometheus_client."""
+    """The process's Prometheus metrics, created once; None without prometheus_client."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:

@@ -1,7 +1,7 @@
-"""The options that SGLang's extra config may hold for Tutti: one table, and its only reader.
+"""The table and the parser of Tutti's options in SGLang's extra config.
 
 An option that is not in the table is an error, so that a misspelt one is never silently ignored.
-The server and `tutti sglang command` refuse the same ones, as both read them here.
+The server and `tutti sglang command` both use this parser, so that they refuse the same options.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ BOTH = (HICACHE, LINKER)
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its type as `kind`, and its meaning.
+    """One option: its name, type (`kind`), default and meaning.
 
-    kind: "str", "size", "int", "float", "bool", or "paths", a string or a list of them.
-
-    choices: the values that are allowed.  minimum: the smallest number that is allowed.
-    required: has no default.
+    kind: "str", "size", "int", "float", "bool", or "paths" (a string or a list of strings).
+    choices: the allowed values.  minimum: the smallest allowed number.  required: has no default.
     """
 
     name: str
@@ -46,7 +44,7 @@ class Option:
 
 HUGEPAGES = ("advise", "collapse", "off")
 
-#: Options of both modes and of HiCache; the linker hands its own to `parse_options`.
+#: Options of both modes and of HiCache; the linker passes its own to `parse_options`.
 OPTIONS: tuple[Option, ...] = (
     Option(
         "path",
@@ -178,7 +176,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
-#: Keys of the same JSON object that SGLang reads itself.
+#: Keys of the same JSON object that SGLang itself reads.
 SGLANG_KEYS: Mapping[str, Sequence[str]] = {
     HICACHE: (
         "backend_name",
@@ -198,14 +196,14 @@ SGLANG_KEYS: Mapping[str, Sequence[str]] = {
 
 
 def option_table(mode: str, own: Sequence[Option] = ()) -> tuple[Option, ...]:
-    """The options of a mode; `own` are those that the mode itself adds."""
+    """The options of a mode; own: the mode's additional options."""
     return tuple(option for option in OPTIONS if mode in option.modes) + tuple(own)
 
 
 def parse_options(
     config: Mapping[str, Any] | None, mode: str, own: Sequence[Option] = ()
 ) -> dict[str, Any]:
-    """Every option of the mode with its value, checked; sizes in bytes.
+    """All options of the mode with their validated values; sizes in bytes.
 
     Raises ConfigError for options that are unknown, missing, of the wrong type, or contradictory.
     """
@@ -248,7 +246,7 @@ def parse_options(
 
 
 def named_options(given: Sequence[str], mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
-    """NAME=VALUE pairs with the types of the table.  Raises ConfigError."""
+    """Parses NAME=VALUE pairs by the types of the table.  Raises ConfigError."""
     kinds = {option.name: option.kind for option in option_table(mode, own)}
     options: dict[str, Any] = {}
     for pair in given:
@@ -276,7 +274,7 @@ def _typed(kind: str, value: str) -> Any:
 
 
 def check_limits(options: Mapping[str, Any], page_size: int) -> None:
-    """Raises ConfigError for a limit of less than a page, with which nothing would be loaded."""
+    """Raises ConfigError for limits below a page, with which nothing would be loaded."""
     if 0 < options.get("max_load_tokens", 0) < page_size:
         raise ConfigError(
             f"option 'max_load_tokens' is {options['max_load_tokens']}, and a page has {page_size} "
@@ -285,7 +283,7 @@ def check_limits(options: Mapping[str, Any], page_size: int) -> None:
 
 
 def is_agents(paths: Sequence[str]) -> bool:
-    """Whether the pools are an agent's.  Raises ConfigError for its socket among other places."""
+    """Whether an agent owns the pools.  Raises ConfigError for a socket with other paths."""
     sockets = [path for path in paths if path.startswith(AGENT)]
     for path in sockets:
         socket_path("option 'path'", path)
@@ -294,12 +292,12 @@ def is_agents(paths: Sequence[str]) -> bool:
     return bool(sockets)
 
 
-#: Options that an agent's pools have from the agent.
+#: Options that are the agent's for an agent's pools.
 _OF_A_POOL = frozenset(field.name for field in fields(StoreConfig))
 
 
 def store_config(options: Mapping[str, Any], schedule: Schedule | None = None) -> StoreConfig:
-    """The settings of a pool of these options.  Raises ConfigError."""
+    """The settings of a pool from options.  Raises ConfigError."""
     settings = {name: options[name] for name in options if name in _OF_A_POOL}
     return StoreConfig(**settings, schedule=schedule)
 

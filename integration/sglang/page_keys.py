@@ -1,4 +1,4 @@
-"""Makes ObjectKeys of the page hashes by which SGLang names pages."""
+"""Makes ObjectKeys from SGLang's page hashes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tutti.medium.keys import check_key, object_keys
 
 
 def page_keys(fingerprint: bytes, weights: bytes, hashes: Sequence[str]) -> Keys:
-    """The ObjectKey of each page hash, which SGLang writes as hexadecimal digits.
+    """ObjectKeys (n, 16) of page hashes, which SGLang writes as hexadecimal digits.
 
-    fingerprint: of the layout.  weights: `WeightsWatch.namespace`; keys of other weights differ.
-    A hash of anything but digits counts as its own bytes.  Raises KeySizeError for an empty one.
+    fingerprint: of the layout.  weights: `WeightsWatch.namespace`; other weights have other keys.
+    Of a hash with other characters its bytes are used.  Raises KeySizeError for an empty hash.
     """
     check_key("fingerprint", fingerprint)
     if weights:
@@ -30,8 +30,8 @@ def page_keys(fingerprint: bytes, weights: bytes, hashes: Sequence[str]) -> Keys
 
 
 def prompt_keys(fingerprint: bytes, tokens: npt.ArrayLike, page_size: int) -> Keys:
-    """Keys of a prompt's full pages, as of a request without salt and with the weights of the
-    server's start.  Imports SGLang.
+    """Keys of a prompt's full pages, for a request without salt and the weights of the server's
+    start.  Imports SGLang.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str

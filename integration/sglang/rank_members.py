@@ -1,9 +1,9 @@
 """Assigns files and devices to the pools of each rank, by one rule that every rank computes.
 
 * A folder serves all ranks: each of a rank's pools has one file in every folder.
-* A file or a device holds one pool of one rank. They hold the KV pools, and the folders the other
-  pools. Those whose NUMA node sysfs does not say come first, then those on node 0, 1 and so on;
-  within a node in the order given. Equal shares go to the ranks of the node, the first to rank 0.
+* A file or a device has one KV pool of one rank; the other pools are in the folders. Files and
+devices are sorted by NUMA node, unknown nodes first; within a node in the given order. They are
+dealt in equal shares to the ranks of the machine, the first share to rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tutti.pool.places import Place, PlaceKind, check_distinct, place_of
 
 @dataclass(frozen=True)
 class Shares:
-    """folders: of every rank.  dealt: the files and devices of each rank of this node, in order."""
+    """folders: for every rank.  dealt: files and devices by rank of this node, in order."""
 
     folders: Sequence[str]
     dealt: Sequence[Sequence[Place]]
@@ -26,7 +26,7 @@ class Shares:
     def of(self, rank: int, file: str, *, is_kv: bool) -> list[str]:
         """The members of one pool of a rank of this node.
 
-        file: the pool's own path below each folder.  Raises ConfigError where it has no place.
+        file: the pool's path within each folder.  Raises ConfigError if there is no place for it.
         """
         if is_kv and self.dealt[rank]:
             return [place.path for place in self.dealt[rank]]
@@ -39,9 +39,9 @@ class Shares:
 
 
 def share(paths: Sequence[str], ranks: int) -> Shares:
-    """Deals the places of a node to its ranks.
+    """Deals the paths of a node to its ranks.
 
-    Raises ConfigError for files and devices that cannot be dealt equally, MemberSwapped for a place
+    Raises ConfigError for files and devices that cannot be dealt equally, MemberSwapped for a path
     that is given twice.
     """
     places = [place_of(path) for path in paths]

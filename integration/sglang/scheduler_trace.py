@@ -1,4 +1,4 @@
-"""The option `scheduler_trace`: what the scheduler of a rank was told and decided, in a file."""
+"""The option `scheduler_trace`: a file with the events and decisions of a rank's scheduler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tutti.scheduler.trace import TraceFile
 
 
 def record_of(options: Mapping[str, Any], name: str, schedule: Schedule | None) -> Schedule | None:
-    """The schedule, recorded into NAME.trace where the options say so.
+    """The schedule, recorded into NAME.trace if the option is set.
 
-    Pools that join the queue of another are recorded with it: their own file has no events.
-    Raises ConfigError where that is not possible.
+    Pools that share another pool's queue are recorded there: their own file has no events.
+    Raises ConfigError if recording is not possible.
     """
     folder = options["scheduler_trace"]
     if not folder or schedule is None:
@@ -31,7 +31,7 @@ def record_of(options: Mapping[str, Any], name: str, schedule: Schedule | None) 
 def traced(
     options: Mapping[str, Any], members: Sequence[str] | Speeds, layout: KVLayout, name: str
 ) -> Schedule | None:
-    """The schedule that a store of these members would find itself, recorded."""
+    """The schedule that a store of these members would choose by itself, recorded."""
     executor = options["executor"]
     found = find_schedule(options["profile"], members, layout, executor=executor)
     return record_of(options, name, found)

@@ -1,4 +1,4 @@
-"""Selects the pages worth writing: those that are offered for the second time."""
+"""Selects the pages that are worth writing: those that are offered for the second time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TOUCHED_MAX = 1 << 20
 
 
 class SecondTouch:
-    """Remembers the pages that one pool was offered, the last 2**20 of them.
+    """Remembers the last 2**20 pages that one pool was offered.
 
-    metrics: counts the pages that are declined.
+    metrics: counts declined pages.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -36,5 +36,5 @@ class SecondTouch:
         return wanted
 
     def clear(self) -> None:
-        """Forgets what was offered."""
+        """Forgets all pages."""
         self._touched.clear()

@@ -14,7 +14,7 @@ _EVERY_S = 60.0
 
 
 class ErrorLog:
-    """Logs the first event of each kind, and counts all of them.  Thread-safe."""
+    """Logs the first error of each kind, and counts all of them.  Thread-safe."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -23,12 +23,12 @@ class ErrorLog:
         self.counts: dict[str, int] = {}
 
     def add(self, kind: str, message: object) -> None:
-        """One error of a kind."""
+        """Counts an error; logs the first one of its kind."""
         self._metrics.count("errors")
         self.tell(kind, message)
 
     def tell(self, kind: str, message: object) -> None:
-        """Something of a kind that is no error, but that its user should know."""
+        """Logs the first event of a kind that is not an error."""
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             first = self.counts[kind] == 1
@@ -38,7 +38,7 @@ class ErrorLog:
             _log.warning("Tutti: %s (%s); repeats are summed up each minute", message, kind)
 
     def repeats(self) -> dict[str, int]:
-        """How often each kind came again since it was last reported; empty when none did."""
+        """Number of repetitions of each kind since the last call; empty if there were none."""
         with self._lock:
             grown = {
                 kind: count - self._reported[kind]
@@ -50,7 +50,7 @@ class ErrorLog:
 
 
 class MinuteLog:
-    """Logs once a minute what a pool did; a pool that did nothing is not mentioned."""
+    """Logs a pool's activity once a minute; an idle pool is not mentioned."""
 
     def __init__(self, metrics: Metrics, errors: ErrorLog, now_s: float) -> None:
         self._name = metrics.name
@@ -60,7 +60,7 @@ class MinuteLog:
         self._due_s = now_s + _EVERY_S
 
     def tick(self, now_s: float) -> None:
-        """now_s: monotonic.  Call it every few seconds."""
+        """Logs if a minute has passed.  now_s: time.monotonic().  Call it every few seconds."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + _EVERY_S
@@ -81,7 +81,7 @@ class MinuteLog:
 
 
 def summary(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Hit rate, GB/s and errors between two snapshots of Metrics; empty when nothing happened."""
+    """Hit rate, GB/s and errors between two snapshots of Metrics; empty without activity."""
 
     def grown(name: str) -> float:
         return now.get(name, 0.0) - before.get(name, 0.0)

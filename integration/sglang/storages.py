@@ -1,4 +1,4 @@
-"""What SGLang's requests must know of the HiCache storages of this process, and of other ranks'."""
+"""State of the HiCache storages of this process, and of other ranks, for SGLang's requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STORAGES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def held(scheduler: Any) -> bool:
-    """Whether a device holds a storage thread of any rank of this stage, after a short wait.
+    """Whether a storage thread of any rank of this stage waits for a device, after a short wait.
 
-    SGLang forgets a prefetch whose time is over while its thread still waits for the device, so it
-    counts as idle; ending the thread then ends the scheduler. With stages the answer is False: one
-    that flushes while another does not would be worse.
+    SGLang drops a prefetch whose time is over while its thread still waits for the device, and
+    counts as idle then; ending the thread would end the scheduler. With pipeline stages the answer
+    is False: it would be worse if one stage flushed and another did not.
     """
     if not STORAGES or scheduler is None or scheduler.tree_cache.pp_size > 1:
         return False
@@ -36,14 +36,14 @@ def held(scheduler: Any) -> bool:
 
 
 def clear_failed(scheduler: Any) -> bool:
-    """Whether the last `clear` of a storage failed, on any rank of this stage."""
+    """Whether the last `clear` of a storage failed on any rank of this stage."""
     return bool(STORAGES) and on_any_rank(
         scheduler, any(not storage.cleared for storage in list(STORAGES))
     )
 
 
 def on_any_rank(scheduler: Any, yes: bool) -> bool:
-    """Whether it is so on any rank that SGLang keeps in step; all of them must ask."""
+    """Whether ``yes`` is true on any rank that SGLang synchronizes; all of them must call this."""
     import torch
 
     answer = torch.tensor(int(yes))

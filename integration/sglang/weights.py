@@ -1,7 +1,7 @@
-"""Notices that weights change while the server runs, so that no KV of other weights is served.
+"""Detects updates of the weights while the server runs, so that no KV of other weights is served.
 
 `activate` is SGLang's plugin (entry point group `sglang.srt.plugins`). From the start of an update
-until the next flush of SGLang's cache nothing is looked up or stored; after it, keys live in a new
+until the next flush of SGLang's cache nothing is looked up or stored; after it, keys have a new
 namespace, so that everything stored before misses.
 """
 
@@ -24,9 +24,9 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 
 class WeightsWatch:
-    """Which weights the KV of this process belongs to.
+    """Tracks the weights to which the KV of this process belongs.
 
-    watched: whether the plugin is active, so that updates are noticed.
+    watched: whether the plugin is active, so that updates are detected.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class WeightsWatch:
 
     @property
     def namespace(self) -> bytes | None:
-        """What keys are salted with: empty for the weights of the start, None while unknown."""
+        """The salt of keys: empty for the weights at the start, None while unknown."""
         return self._namespace
 
     def check(self, allow_unwatched: bool) -> None:
-        """Raises ConfigError when updates would go unnoticed and that is not allowed."""
+        """Raises ConfigError if updates would not be detected, unless that is allowed."""
         if not (self.watched or allow_unwatched):
             raise ConfigError(
                 "updates of weights would go unnoticed: the plugin `tutti` is not loaded (is it "
@@ -49,12 +49,12 @@ class WeightsWatch:
             )
 
     def changed(self) -> None:
-        """The weights are no longer those of the KV in SGLang's memory."""
+        """Called when weights change: they are not those of the KV in SGLang's memory any more."""
         self._namespace = None
         level_all(UNFLUSHED, 1)
 
     def warn(self) -> None:
-        """After an update: says, once until the next flush, if it was not followed by one."""
+        """Called after an update; warns, once until the next flush, if no flush followed it."""
         if self._namespace is None and not self._warned:
             self._warned = True
             _log.warning(
@@ -63,7 +63,7 @@ class WeightsWatch:
             )
 
     def flushed(self) -> None:
-        """SGLang's memory holds no KV any more: what comes now is of the present weights."""
+        """Called after a flush of SGLang's cache: later KV is of the current weights."""
         self._warned = False
         if self._namespace is None:
             self._namespace = os.urandom(16)
@@ -72,15 +72,15 @@ class WeightsWatch:
 
 WATCH = WeightsWatch()
 
-#: While weights are loaded: whether a storage thread of any rank was held when that began.
+#: While weights are loaded: whether any rank's storage thread was blocked before that.
 _held: bool | None = None
 
 
 def activate() -> None:
     """SGLang's plugin: hooks updates of weights, flushes, steps, events, host pools and control.
 
-    Every server of the environment loads it, also one without Tutti: what it hooks in another
-    version of SGLang may mean something else.
+    Every server of the environment loads it, also without Tutti. It hooks nothing in other
+    versions of SGLang, where these functions may differ.
     """
     version = installed_version()
     if version.split("+")[0] not in VERSIONS:
@@ -98,7 +98,7 @@ def activate() -> None:
         (_UPDATER + "update_weights_from_distributed", _if_session(bool, _around_loading)),
         (_UPDATER + "update_weights_from_tensor", _if_session(bool, _around_loading)),
         (_UPDATER + "begin_weight_update", _if_session(lambda session: session is None)),
-        # Weights that came through SGLang were followed by a flush; others come behind its back.
+        # SGLang flushes after weights that it loaded itself, but not after others.
         (_UPDATER + "end_weight_update", _if_session(lambda s: s and not s.loaded_weights)),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _around_flush),
     ):
@@ -119,7 +119,9 @@ def _around_update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _around_loading(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Asks before it what the flush at its end must know: a rank where it fails does not flush."""
+    """Checks for blocked threads before the loading, for the flush after it: a rank whose loading
+    fails does not flush, and would not take part in a check then.
+    """
     global _held
     _held = storages.held(manager.scheduler)
     try:
@@ -131,7 +133,7 @@ def _around_loading(original: Callable[..., Any], manager: Any, *args: Any, **kw
 def _if_session(
     changes: Callable[[Any], Any], around: Callable[..., Any] = _around_update
 ) -> Callable[..., Any]:
-    """Changes nothing where SGLang's session is another: it refuses, or has flushed before."""
+    """Applies a hook in some states of SGLang's session: in others it refuses, or has flushed."""
 
     def hook(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         if changes(manager._session):

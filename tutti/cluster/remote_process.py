@@ -159,8 +159,9 @@ class RemoteProcess:
         return np.frombuffer(reply, np.uint8)
 
     def abandon(self) -> None:
-        """Kills the worker if requests are open: none writes to pages then.  Raises StagingInUse
-        when it cannot be ended."""
+        """Kills the worker if requests are open, so that none writes to pages.  Raises StagingInUse
+        if it cannot be killed.
+        """
         if self._asked:
             self.kill()
 

@@ -98,8 +98,7 @@ def listen(path: str, group: int | None) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Removes a dead agent's socket.  Raises PoolInUse when an agent answers, ConfigError if the
-    path is not a socket."""
+    """Removes a dead agent's socket.  Raises PoolInUse for a live one, ConfigError otherwise."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

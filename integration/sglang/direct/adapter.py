@@ -38,10 +38,10 @@ _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 
 
 def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
-    """SGLang's pools as SGLang's own linkers see them.
+    """SGLang's pools, in the form that SGLang's own linkers get.
 
-    Built here where SGLang 0.5.23 leaves it to the linker: plain MHA and MLA, sliding windows, and
-    Mamba with MHA.  Everything else is SGLang's to assemble, or to refuse with ValueError.
+    Built here for the models for which SGLang 0.5.23 leaves it to the linker: plain MHA and MLA,
+    sliding windows, and Mamba with MHA.  For all others SGLang builds it, or raises ValueError.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     kind, kinds, page_size = type(kvcache), frozenset(components), params.page_size
@@ -67,7 +67,7 @@ def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
 
 
 def parallel_rank_of(params: Any, model: ServedModel, *, replicated: bool) -> ParallelRank:
-    """Which rank this process is, from CacheInitParams."""
+    """The rank of this process, from CacheInitParams."""
     from sglang.srt.runtime_context import get_parallel
 
     tp_rank, tp_size = 0, int(get_parallel().tp_size)
@@ -109,7 +109,7 @@ def _window_entries(kvcache: Any, page_size: int) -> tuple[DevicePoolEntry, Devi
 
 
 def _kv_entry(name: PoolName, pool: Any, layers: dict[int, int], page_size: int) -> DevicePoolEntry:
-    """K and V, or the latent, of each layer; rows are tokens."""
+    """The pool entry of K and V, or of the latent, of each layer; rows are tokens."""
     if isinstance(pool, MLATokenToKVPool):
         buffers: list[Any] = [list(pool.kv_buffer)]
     else:

@@ -1,4 +1,4 @@
-"""Selects the hits worth loading, counted in look-ups; `backlog.py` bounds offloads."""
+"""Selects the hits that are worth loading."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tutti.scheduler.estimates import Estimates, is_worth_loading
 from tutti.scheduler.loads_and_writes import Profile
 
 PAGES_MAX = 1 << 40
-#: Prefills that must have been measured before they decide anything; the first ones compile.
+#: Number of measured prefills before they are used; the first ones include compilation.
 _PREFILLS_MIN = 5
 
 _log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Which hits are worth loading.
+    """Decides which hits are worth loading.
 
-    page_nbytes: read for one page.  recompute_s: time to compute one page's KV; 0 is unknown, and
-    every hit is taken, or what ``pays`` says.  pages_min: shorter hits are never taken.
+    page_nbytes: bytes to read per page.  recompute_s: time to compute one page's KV; 0 (unknown):
+    ``pays`` decides, or every hit is taken.  pages_min: shorter hits are never taken.
     load_s_max: longest time for the load of a batch; 0: unlimited.  pays: see `break_even`.
-    The bandwidth is that of past loads (exponential mean, weight one quarter); every 64th hit that
-    would be refused is taken, so that a medium can become fast again.
+    The bandwidth is that of past loads (exponential mean, weight one quarter).  Every 64th refused
+    hit is taken anyway, to notice that the medium has become faster.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Admission:
         return self._seconds_per_byte * self._page_nbytes
 
     def loaded(self, nbytes: int, duration_s: float) -> None:
-        """A load took so long."""
+        """Records the time of a load."""
         if nbytes:
             measured = duration_s / nbytes
             old = self._seconds_per_byte or measured
             self._seconds_per_byte = old + (measured - old) / 4
 
     def bounds(self, staged: int = 0, *, pages: int = 0, asked: int = 0) -> tuple[int, int]:
-        """The shortest and the longest prefix to load, in pages; (1, 0) for none.
+        """(shortest, longest) prefix to load, in pages; (1, 0) for none.
 
-        staged: leading pages that were read ahead, and cost no time.  pages, asked: of the longest
-        prefix that could be restored, and of all that the look-up asked for: the same on all ranks,
-        so that they try a refused hit again together.
+        staged: leading pages that were read ahead, and take no time.  pages, asked: pages of the
+        longest prefix that can be restored, and of the look-up: the same on all ranks, so that they
+        retry a refused hit together.
         """
         if pages and self._loses(pages, asked):
             self._refused += 1
@@ -88,7 +88,7 @@ class Admission:
         return self._pays is not None and not self._pays(pages, asked)
 
     def fitting(self) -> int:
-        """How many pages can be read in the time that a batch's load may take."""
+        """Number of pages that can be read in the time limit of a batch's load."""
         if not self.timed or not self.page_s:
             return PAGES_MAX
         return max(1, int(self._load_s_max / self.page_s))
@@ -102,11 +102,11 @@ def break_even(
     page_nbytes: int,
     steps: StepsWatch | None = None,
 ) -> Callable[[int, int], bool]:
-    """Whether a hit of so many pages, out of so many asked for, loads sooner than it computes.
+    """A function (pages, asked) that returns whether loading a hit of so many of the asked pages is
+    faster than computing it.
 
-    steps: what computing takes, where the profile's times for it are estimates: they are multiplied
-    by the median of measured over estimated times of the last long prefills.  Every hit pays
-    before there are five.
+    steps: for a profile whose compute times are estimates.  They are scaled by the median ratio of
+    measured to estimated times of the last long prefills; every hit pays until there are five.
     """
     estimates = Estimates(profile)
     seen = 0
@@ -138,13 +138,13 @@ def break_even(
 def admission_for(
     options: Mapping[str, Any], stored_pools: Sequence[StoredPool], group: KvPoolGroup
 ) -> Admission:
-    """By the linker's options."""
+    """The Admission for the linker's options."""
     by_page = [stored_pool for stored_pool in stored_pools if not stored_pool.kv_pool.trailing]
     nbytes = sum(stored_pool.page_nbytes for stored_pool in by_page)
     schedule = stored_pools[0].store.config.schedule
     pays = None
     if schedule is not None:
-        # Estimates of another GPU's computing do not say which hits are worth their load.
+        # Estimates are of another GPU: they need measured prefills.
         is_estimated = "compute" in getattr(schedule.profile, "estimated", ())
         pays = break_even(
             schedule.profile,

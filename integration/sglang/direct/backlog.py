@@ -1,7 +1,7 @@
-"""Offloads on their way to the store: bounded, and completed strictly in order.
+"""Offloads that wait for the store: their number is bounded, and they complete in order.
 
-Pages wait in SGLang's memory, locked, up to a bound; beyond it they are copied to staging,
-and beyond that they are dropped and counted.  The queue of the pools decides which, and when.
+Pages wait in SGLang's memory, locked, up to a limit; beyond it they are copied to staging, and
+beyond staging they are dropped and counted.  The queue that the pools share decides this.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from tutti.transfers.tickets import Outcome, PutTicket
 
 _IDLE_S = 60.0
 _POLL_S = 0.05
-#: A part is stored in batches of so many bytes, so many at a time: it may have to stop for a load.
+#: A part is stored in batches of this size, this many at a time, so that it can stop for loads.
 _BATCH_NBYTES, _FLYING_MAX = 32 << 20, 2
-#: Kinds of drops, and what to do.
+#: Kinds of drops, with the remedies.
 _FULL = (
     "backlog: full",
     "more wait for the SSD than SGLang's memory and the staging may hold; raise backlog_share or"
@@ -68,11 +68,11 @@ _NO_SPACE = (
 
 @dataclass(eq=False)
 class OffloadPart:
-    """Pages of one pool: keys (n, 16), and the slots of n pages.
+    """The pages of an offload in one pool: keys (n, 16), and SGLang's slots of n pages.
 
-    numbers: the pages, once known.  staged: where they are in staging; None while they are in
-    SGLang's pages.  leaves: a copy to staging was begun.  The first ``granted`` may be stored,
-    ``begun`` are stored or under way, in ``flying`` batches; ``ended`` were stored, or never will.
+    numbers: page numbers, once known.  staged: pages of staging; None while the pages are in
+    SGLang's memory.  leaves: a copy to staging was begun.  The first ``granted`` pages may be
+    stored, ``begun`` were submitted (``flying`` batches are in flight), and ``ended`` have ended.
     """
 
     stored_pool: StoredPool
@@ -89,20 +89,20 @@ class OffloadPart:
 
     @property
     def pages(self) -> int:
-        """How many pages."""
+        """Number of pages."""
         return len(self.keys)
 
     @property
     def batch(self) -> int:
-        """The most pages that are stored with one call."""
+        """Most pages that are stored with one call."""
         return max(1, _BATCH_NBYTES // self.stored_pool.page_nbytes)
 
     def without(self, pages: Mask) -> OffloadPart:
-        """The others of its pages; it did not begin."""
+        """The part without these pages; it must not have begun."""
         if not pages.any():
             return self
         rows = np.flatnonzero(~pages)
-        taken: slice | list[int] = slice(self.pages - rows.size, None)  # the end, as mostly
+        taken: slice | list[int] = slice(self.pages - rows.size, None)  # usually the end is left
         if pages[taken].any():
             taken = rows.tolist()
         slots = self.slots.reshape(self.pages, -1)[taken]
@@ -112,10 +112,10 @@ class OffloadPart:
 def admitted(
     parts: Sequence[OffloadPart], second_touches: Mapping[str, SecondTouch]
 ) -> tuple[list[OffloadPart], int]:
-    """(what of an offload is to be stored, how many of its pages wait for their second offer).
+    """(parts of an offload that must be stored; number of pages declined until their second offer).
 
-    The others are there: SGLang offers what was loaded again, behind which the new pages of a long
-    prompt would find no room.  second_touches: by pool; without one all that is new is stored.
+    Leaves out stored pages: SGLang offers loaded pages again, and they would take the place of a
+    long prompt's new pages.  second_touches: by pool; a pool without one stores all new pages.
     """
     taken, declined = [], 0
     for part in parts:
@@ -134,9 +134,9 @@ def admitted(
 class Offload:
     """One of SGLang's offloads.
 
-    waits: parts whose pages in SGLang's memory are still needed.
-    good: whether nothing of those parts failed or was dropped.
-    kept: the answer to SGLang; None while it waits.
+    waits: number of parts whose pages in SGLang's memory are still needed.
+    good: False once a page of its parts has failed or was dropped.
+    kept: the answer to SGLang; None before it is known.
     """
 
     fence: Fence
@@ -146,22 +146,23 @@ class Offload:
 
 
 def _next(names: queue.Queue[str | None], timeout_s: float) -> str | None:
-    """The next name, or an empty one where none comes."""
+    """The next name; empty after the timeout."""
     with suppress(queue.Empty):
         return names.get(timeout=timeout_s)
     return ""
 
 
 class Backlog(Owned):
-    """Offloads under way.  ``add`` never waits for the medium, nor for SGLang's device.
+    """Offloads under way.  ``add`` waits neither for the medium nor for SGLang's device.
 
-    It carries out what the queue decides on its writes; see scheduler.dispatcher.WriteIssuer.
+    Carries out the queue's decisions on writes; see scheduler.dispatcher.WriteIssuer.
 
     schedule: of the queue that the pools share.
-    locked_share: of each pool's pages that may wait for the medium where they are.
-    chains: what precedes a page.
-    locked: pages of SGLang that the medium may read, or that wait to be copied out.
-    Raises ConfigError for a store whose schedule queues puts: each would wait for the other's.
+    locked_share: share of each pool's pages that may wait in SGLang's memory.
+    chains: finds the predecessors of pages.
+    locked: number of SGLang's pages that the medium may read, or that wait to be copied out.
+    Raises ConfigError for a store whose schedule queues puts: the two queues would wait for each
+    other.
     """
 
     def __init__(
@@ -188,17 +189,17 @@ class Backlog(Owned):
         self._errors = errors
         self._changed = threading.Condition()
         self._order: deque[Offload] = deque()
-        self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # that are not over, by name
-        self._leaving: dict[str, tuple[Gpu, Pages]] = {}  # staging of copies that were given up
+        self._parts: dict[str, tuple[Offload, OffloadPart]] = {}  # not ended, by name
+        self._leaving: dict[str, tuple[Gpu, Pages]] = {}  # staging of copies that timed out
         self._numbers = itertools.count(1)
         self.locked = 0
         self._copies: queue.Queue[str | None] = queue.Queue()
         self._puts: queue.Queue[str | None] = queue.Queue()
         self._queue = Dispatcher.join(schedule, Guard())
         self._prefix = self._queue.attach(self)
-        self._longest: dict[str, int] = {}  # pages of a part that may wait, by pool
+        self._longest: dict[str, int] = {}  # most pages of a part, by pool
         for stored_pool in stored_pools:
-            # Pages that the medium cannot reach are copied out in any case.
+            # Without direct access, all pages are copied out.
             most = (
                 0 if stored_pool.memory is None else int(stored_pool.kv_pool.pages * locked_share)
             )
@@ -214,9 +215,9 @@ class Backlog(Owned):
             thread.start()
 
     def add(self, parts: Sequence[OffloadPart], fence: Fence, *, whole: bool = True) -> None:
-        """Takes one offload, whose pages may be read when ``fence`` has passed.
+        """Takes one offload, whose pages may be read once ``fence`` has passed.
 
-        whole: whether the parts are all of it; else the answer to SGLang is no in any case.
+        whole: whether the parts are the whole offload; if not, the answer to SGLang is False.
         """
         offload = Offload(fence, len(parts), whole, None if parts else whole)
         accepted = not parts or self._breaker.closed or self._breaker.take_probe()
@@ -238,24 +239,24 @@ class Backlog(Owned):
         self._queue.decide()
 
     def completed(self) -> int:
-        """How many offloads, from the oldest on, are complete."""
+        """Number of complete offloads, from the oldest on."""
         with self._changed:
             return len([*itertools.takewhile(lambda one: one.kept is not None, self._order)])
 
     def pop(self) -> bool:
-        """Takes the oldest offload, which is complete: whether its pages are kept."""
+        """Removes the oldest offload, which must be complete: whether its pages are kept."""
         with self._changed:
             return bool(self._order.popleft().kept)
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Waits until all is over; whether it is."""
+        """Waits until all offloads have ended; returns whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
     def finish(self) -> None:
         """Waits until none of SGLang's pages is in use.  Raises DeviceTimeout.
 
-        When half of the time has passed, what no device has touched is dropped.
+        After half of the time, pages that no device has touched are dropped.
         """
         if not self.wait_quiet(self._timeout_s / 2):
             self._drop_unbegun()
@@ -273,7 +274,7 @@ class Backlog(Owned):
             self._order.clear()
 
     def _drop_unbegun(self) -> None:
-        """Batches that are under way end, and so do copies to staging."""
+        """Drops what was not begun; batches and copies to staging that are under way continue."""
         with self._changed:
             for name, (offload, part) in list(self._parts.items()):
                 left = part.pages - part.begun
@@ -287,7 +288,7 @@ class Backlog(Owned):
         self._queue.decide()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the threads, and leaves the queue."""
+        """Ends the threads, and detaches from the queue."""
         self._copies.put(None)
         self._puts.put(None)
         for thread in self._threads:
@@ -303,15 +304,15 @@ class Backlog(Owned):
         self._puts.put(launch.name)
 
     def stop_write(self, name: str) -> None:
-        """See WriteIssuer.  Batches that are under way end."""
+        """See WriteIssuer.  Batches that are in flight continue."""
         with self._changed:
-            if name in self._parts:  # else it has ended meanwhile
+            if name in self._parts:  # else it has ended
                 part = self._parts[name][1]
                 part.granted = part.begun
                 self._queue.add(WriteStopped(self._queue.now_ns(), name, part.begun))
 
     def copy_out(self, name: str) -> None:
-        """See WriteIssuer: SGLang may reuse its pages then."""
+        """See WriteIssuer: after the copy SGLang may reuse its pages."""
         with self._changed:
             if name in self._parts:
                 self._parts[name][1].leaves = True
@@ -341,13 +342,13 @@ class Backlog(Owned):
                 self._copy(name, *self._parts[name])
 
     def _end_late(self) -> None:
-        """Ends the parts that a GPU did not copy out in time, once it does not any more."""
+        """Ends parts whose copies timed out, once the GPU has finished these copies."""
         for name, (gpu, staged) in list(self._leaving.items()):
             try:
                 if not gpu.driver.is_stream_done(gpu.leaving):
                     return
             except CudaError:
-                return  # a GPU in error says nothing more: what it may use stays locked
+                return  # a failed GPU reports nothing: memory that it may use stays locked
             del self._leaving[name]
             offload, part = self._parts[name]
             part.stored_pool.stores.release(staged)
@@ -359,7 +360,7 @@ class Backlog(Owned):
         try:
             pages = self._pages(offload, part)
             staged = part.stored_pool.stores.allocate(part.pages)
-            if staged is None:  # a GPU that did not copy still has some
+            if staged is None:  # copies that timed out still use staging
                 raise DeviceTimeout("the staging of earlier stores is still in use")
             part.stored_pool.copy_out(pages, staged, self._timeout_s)
         except Exception as error:
@@ -368,7 +369,7 @@ class Backlog(Owned):
             part.good = False
             gpu = part.stored_pool.gpu
             if staged is not None and gpu is not None:
-                # It may still read the pages and write the staging.
+                # The GPU may still read the pages and write the staging.
                 self._leaving[name] = gpu, staged
                 return
             if staged is not None:
@@ -392,7 +393,7 @@ class Backlog(Owned):
                 self._put(launch, *self._parts[name])
 
     def _next_batch(self, name: str) -> Issue | None:
-        """Of a part, unless enough of it is under way, or it must stop, or it has ended."""
+        """The next batch of a part, unless enough are in flight, or it must stop, or has ended."""
         with self._changed:
             part = self._parts[name][1] if name in self._parts else None
             if part is None or part.flying == _FLYING_MAX or part.begun == part.granted:
@@ -400,7 +401,7 @@ class Backlog(Owned):
             first, part.flying = part.begun, part.flying + 1
             part.begun = min(part.granted, first + part.batch)
             if part.begun < part.granted:
-                self._puts.put(name)  # behind those of other parts
+                self._puts.put(name)  # after the batches of other parts
             return Issue(name, first, part.begun - first)
 
     def _put(self, launch: Issue, offload: Offload, part: OffloadPart) -> None:
@@ -422,7 +423,7 @@ class Backlog(Owned):
                 namespace=stored_pool.namespace,
             )
         except Exception as error:
-            # The thread must live; what was not stored is a miss.
+            # The thread must survive; pages that were not stored are misses.
             self._errors.add(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
                 self._breaker.failure()
@@ -460,8 +461,8 @@ class Backlog(Owned):
     def _stored(
         self, launch: Issue, offload: Offload, part: OffloadPart, lost: int, there: int = 0
     ) -> None:
-        """The medium does not read these pages any more; so many of them were not stored, and so
-        many were there before.
+        """Handles the end of a batch: the medium does not read its pages any more.  lost: number of
+        pages that were not stored.  there: number that had been stored before.
         """
         name = launch.name
         with self._changed:
@@ -474,12 +475,12 @@ class Backlog(Owned):
                 self._queue.add(written)
                 self._puts.put(name)
         if over:
-            self._end(name, offload, part)  # first: its staging may be used for what is decided
+            self._end(name, offload, part)  # before decide(): decisions may use its staging
             self._queue.add(written)
         self._queue.decide()
 
     def _end(self, name: str, offload: Offload, part: OffloadPart) -> None:
-        """A part is over: stored, dropped, or not to be had."""
+        """Ends a part that was stored or dropped, or has failed."""
         if part.staged is None:
             self._unlock(offload, part)
         else:
@@ -489,7 +490,7 @@ class Backlog(Owned):
             self._changed.notify_all()
 
     def _unlock(self, offload: Offload, part: OffloadPart) -> None:
-        """SGLang's pages of a part are not needed any more."""
+        """Unlocks a part's pages in SGLang's memory, which are not needed any more."""
         with self._changed:
             self.locked -= part.pages
             offload.good &= part.good

@@ -1,4 +1,4 @@
-"""Which pages precede which: a page that is stored names its predecessor."""
+"""Remembers which page precedes which: a stored page's record names its predecessor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Chains:
         self._chains: OrderedDict[bytes, npt.NDArray[np.uint64]] = OrderedDict()
 
     def seen(self, keys: Keys) -> None:
-        """Keys (n, 16) that follow one another, as a look-up named them."""
+        """Records keys (n, 16) of a look-up, which are consecutive pages."""
         if len(keys) < 2:
             return
         words = keys.view(np.uint64).reshape(-1, 2)
@@ -38,7 +38,7 @@ class Chains:
     def before(self, key: bytes) -> tuple[bytes | None, int]:
         """The predecessor of a page and how many pages are known to precede it; (None, 0) for none.
 
-        O(pages of the chains): for a thread that may take its time.
+        O(pages of the chains): not for latency-critical threads.
         """
         word = np.frombuffer(key, np.uint64)
         with self._lock:

@@ -1,8 +1,8 @@
-"""Clears, detaches, attaches and asks for a linker by the requests that SGLang has for HiCache.
+"""Controls the linker by SGLang's HTTP requests for HiCache: clear, detach, attach, status.
 
-SGLang answers `/hicache/storage-backend` (DELETE, PUT, GET) and `/hicache/storage-backend/clear`
-for HiCache alone. The plugin answers them for the linkers of this process, on the scheduler's
-thread, and GET in the HTTP server's process, from what the other requests did.
+SGLang handles `/hicache/storage-backend` (DELETE, PUT, GET) and `/hicache/storage-backend/clear`
+only for HiCache. The plugin handles them for the linkers of this process, on the scheduler's
+thread; and GET in the HTTP server's process, from the results of the other requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _of_sglang(original: Callable[..., Any], scheduler: Any, request: Any) -> An
 
 
 def _clear_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """SGLang does not look at the storage's answer and reports success."""
+    """Reports a failed clear; SGLang ignores the storage's answer and reports success."""
     answer = original(scheduler, request)
     if storages.clear_failed(scheduler):
         answer.success = False
@@ -57,7 +57,7 @@ def _clear_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -
 
 
 def _detach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Before SGLang ends the other threads of the storage and then fails at one that is held."""
+    """Refuses before SGLang ends some threads of the storage and then fails at a blocked one."""
     if storages.held(scheduler):
         from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
 
@@ -67,9 +67,9 @@ def _detach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) 
 
 
 def _attach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """A stage passes a request on when it is done with it, but in this one it waits for the next.
+    """Refuses an attach with pipeline stages, which SGLang 0.5.23 never completes.
 
-    So SGLang 0.5.23 never ends an attach with stages, whatever the storage.
+    A stage forwards a request only after handling it, but an attach waits for the next stage.
     """
     tree = scheduler.tree_cache
     attaches = scheduler.enable_hierarchical_cache and not getattr(tree, "enable_storage", False)
@@ -88,9 +88,9 @@ def _hook(
     action: Callable[[Any, Any], None],
     of_hicache: Callable[..., Any] = _of_sglang,
 ) -> Callable[..., Any]:
-    """Does it to every linker, of an idle scheduler alone.
+    """A hook that applies ``action`` to every linker, only while the scheduler is idle.
 
-    output: SGLang's type of the answer.  of_hicache: the hook without a linker.
+    output: SGLang's type of the answer.  of_hicache: the hook if there is no linker.
     """
 
     def answer(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -106,7 +106,7 @@ def _hook(
                 action(linker, request)
         except TuttiError as error:
             done, message = False, f"{what}: {error}"
-        except Exception as error:  # of the file system, or the driver: the scheduler must live
+        except Exception as error:  # any error: the scheduler must survive
             _log.exception("Tutti: %s failed", what)
             done, message = False, f"{what}: {type(error).__name__}: {error}"
         _log.info("Tutti: %s", message)
@@ -129,12 +129,12 @@ _attach = _hook(
 
 
 def _release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """SGLang unmaps its KV before it flushes its cache: nothing may move from or to it then.
+    """Ends transfers before SGLang unmaps its KV, which it does before it flushes its cache.
 
-    Raises DeviceTimeout where the device does not end what it does.
+    Raises DeviceTimeout if the device does not finish.
     """
     if not request.tags or _KV in request.tags:
-        if storages.held(manager.scheduler):  # SGLang would not hear that it is not flushed
+        if storages.held(manager.scheduler):  # SGLang would not notice that the flush failed
             raise DeviceTimeout("the device still holds host pages of a load; end this server")
         for linker in list(LINKERS):
             linker.backlog.finish()
@@ -142,7 +142,7 @@ def _release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _options(text: str | None) -> Mapping[str, Any] | None:
-    """Options of the linker in a request: alone, or in the object of SGLang's flag."""
+    """The linker's options in a request: by themselves, or in the object of SGLang's flag."""
     if not text:
         return None
     try:
@@ -162,7 +162,7 @@ def _record(original: Callable[..., Any], manager: Any, source: str, **fields: A
 
 
 def _value(original: Callable[..., Any], manager: Any, name: str) -> Any:
-    """A linker that is attached since the start has no record; SGLang knows it by its flags."""
+    """Status of the linkers; one attached since the start has no record, but SGLang's flags."""
     known = manager.server_args
     if name == _BACKEND and manager not in _CHANGED and known.enable_unified_cache_external_linker:
         return known.unified_cache_external_linker_backend

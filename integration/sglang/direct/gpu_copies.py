@@ -1,8 +1,8 @@
-"""The GPU that holds SGLang's pages: streams of the linker's own, and copies on them.
+"""The GPU with SGLang's pages: the linker's streams, and copies on them.
 
-Pages move between the SSD and the GPU through a `HostEngine` for each pool. What the engine does
-not move goes on two streams here: `copy_stream`, on which a batch's layers become ready one after
-another, and `leaving`, for pages copied out.
+One engine per pool moves pages between SSD and GPU. Other copies use two streams here:
+`copy_stream`, on which a batch's layers become ready one after another, and `leaving`, for pages
+that are copied out.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from tutti.store import ObjectStore
 
 _log = logging.getLogger(__name__)
 
-#: SGLang's own: the default one, scheduler, forward, and one for page numbers.
+#: Streams of SGLang: the default stream, scheduler, forward, and one for page numbers.
 _ENGINES_STREAMS = 4
-#: Of the kernel that compares digests, and the most memory for the tables of each pool's loads.
+#: Blocks of the kernel that compares digests, and most memory for the tables of a pool's loads.
 _VERIFY_BLOCKS, _TABLES_NBYTES_MAX = 16, 64 * MiB
-#: Hardware queues where CUDA_DEVICE_MAX_CONNECTIONS is not set.
+#: Hardware queues if CUDA_DEVICE_MAX_CONNECTIONS is not set.
 _CHANNELS = 8
 
 
 class TorchStreams:
-    """What the linker needs of PyTorch on a CUDA device."""
+    """The PyTorch calls that the linker needs on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class TorchStreams:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def on_side_stream(self) -> AbstractContextManager[Any]:
-        """What the thread does in it waits for nothing that the model does."""
+        """A context whose CUDA work does not wait for the model's."""
         on_side_stream: AbstractContextManager[Any] = torch.cuda.stream(self._aside)
         return on_side_stream
 
@@ -79,10 +79,10 @@ class TorchStreams:
 
 
 class Gpu:
-    """One GPU as the linker uses it.  Thread-safe as far as CUDA is.
+    """The linker's use of one GPU.  Thread-safe as far as CUDA is.
 
-    copy_stream, leaving: streams of its own.  mover: see the option gpu_mover, for which `profile`
-    says how many multiprocessors a kernel has.  engine: see the option gpu_engine.
+    copy_stream, leaving: its streams.  mover: see the option gpu_mover; `profile` gives the number
+    of multiprocessors of its kernel.  engine: see the option gpu_engine.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Gpu:
         if mover == "kernel":
             self.share = KernelShare(driver, self._device_code(), profile)
         self._asked_mover = mover
-        self._rare: KernelShare | None = None  # of the mover auto, once a pool has short fragments
-        self._short: TableCopies | None = None  # once a pool in staging has them
+        self._rare: KernelShare | None = None  # for the mover auto, once a pool has short fragments
+        self._short: TableCopies | None = None  # once a staged pool has short fragments
         self.copy_stream = driver.create_stream(-1)
         self.leaving = driver.create_stream()
         self._engine = engine
@@ -112,13 +112,13 @@ class Gpu:
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
         self._marks = LayerMarks(driver)
-        #: Told of (batch, layer, seconds waited) when the forward's stream begins a layer.
+        #: Called with (batch, layer, seconds waited) when the forward's stream begins a layer.
         self.began: Callable[[str, int, float], object] = lambda batch, layer, waited_s: None
 
     def attach(self, store: Store, staging: StagingSize) -> HostEngine | DeviceEngine:
-        """The engine that moves a store's pages; closed with the store.
+        """Makes the engine that moves a store's pages; it is closed with the store.
 
-        staging: pinned memory of either direction, which every byte crosses.
+        staging: size of the pinned memory for each direction, through which all bytes go.
         """
         controller = store.engine.controller
         choice = self._choose_engine(store)
@@ -156,7 +156,7 @@ class Gpu:
         return engine
 
     def _choose_engine(self, store: Store) -> Choice:
-        """Raises Unsupported for an engine that an agent's client cannot have."""
+        """Chooses the engine.  Raises Unsupported for one that an agent's client cannot use."""
         if isinstance(store, ObjectStore):
             controller = store.engine.controller
             return choose_engine(self._engine, self.driver, controller, self._profile)
@@ -168,12 +168,12 @@ class Gpu:
         return Choice(HOST, "the pool is an agent's")
 
     def _device_code(self) -> Modules:
-        """Every kernel.  Raises Unsupported or CudaError."""
+        """Loads all kernels.  Raises Unsupported or CudaError."""
         self._modules = self._modules or Modules(self.driver)
         return self._modules
 
     def _verifier_for(self, store: Store, staging: StagingSize) -> Verifier | None:
-        """What compares a store's loads with their digests; None: the CPU."""
+        """The verifier of a store's loads on the GPU; None: the CPU verifies."""
         if store.config.verify == "off":
             return None
         nbytes = Verifier.tables_nbytes(staging.pages, store.layout.layers)
@@ -190,7 +190,7 @@ class Gpu:
             return None
 
     def _mover_for(self, store: Store) -> Mover:
-        """What moves a store's pages; see the option gpu_mover."""
+        """The mover of a store's pages; see the option gpu_mover."""
         if self.share is not None:
             return self.share.mover
         if self._asked_mover != "auto":
@@ -209,20 +209,20 @@ class Gpu:
         return AutoMover(copies, self._rare.mover)
 
     def _channels_left(self) -> int:
-        """Hardware queues that no stream has to itself, below 0 where streams share them."""
+        """Number of hardware queues without a stream; negative if streams share queues."""
         streams = _ENGINES_STREAMS + 2 + sum(engine.stream_count for engine in self._engines)
         return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or _CHANNELS) - streams
 
     def _streams_each(self) -> int:
-        """Streams of either direction of one more engine: two as far as hardware queues go."""
+        """Streams per direction of the next engine: two if there are hardware queues for them."""
         if self._channels_left() >= 2 * STREAMS:
             return STREAMS
         _log.info("layers of a load do not overlap: CUDA_DEVICE_MAX_CONNECTIONS is too small")
         return 1
 
     def _check_channels(self) -> None:
-        """Warns when more streams exist than hardware queues: streams of one queue wait for each
-        other, so a load that waits for the SSD can hold up a forward.
+        """Warns if there are more streams than hardware queues: streams that share a queue wait for
+        each other, so a load that waits for the SSD can block a forward.
         """
         missing = -self._channels_left()
         if missing > 0 and not self._is_warned:
@@ -242,15 +242,15 @@ class Gpu:
         return engine.read_pages_max(store.layout.layers, store.geometry.slice_nlb)
 
     def pin(self, store: Store, pool: HostMemory) -> int:
-        """Lets the GPU reach a pool's host memory until the store is closed; how much higher the
-        GPU's addresses of it are.
+        """Maps a pool's host memory for the GPU until the store is closed; returns the GPU's
+        address minus the host's.
         """
         pinned = PinnedMemory(self.driver, pool.owner)
         store.attach(pinned)
         return pinned.device_address - pinned.address
 
     def expect(self, layers: Sequence[Sequence[Span]]) -> None:
-        """Prepares for `copy` of a pool with these segments: a kernel for short ones."""
+        """Prepares `copy` for a pool with these segments: loads a kernel for short ones."""
         wants_kernel = self._asked_mover in ("auto", "kernel") and any(map(are_short, layers))
         if self._short is not None or not wants_kernel:
             return
@@ -260,14 +260,14 @@ class Gpu:
             _log.warning("short pieces of pages go by copy engines, not by a kernel: %s", error)
 
     def follow(self, events: Sequence[Any]) -> None:
-        """Nothing is written to SGLang's pages from now on before ``events`` happened."""
+        """Orders later writes to SGLang's pages after ``events``."""
         for event in events:
             self.driver.stream_wait_event(self.copy_stream, self.streams.handle_of(event))
         for engine in self._engines:
             engine.follow(self.copy_stream)
 
     def marks(self, layers: int) -> BatchMarks | None:
-        """For one batch of a model with so many layers; None while all are in use."""
+        """Marks for one batch of a model with ``layers`` layers; None if all are in use."""
         return self._marks.take(layers)
 
     def copy(
@@ -280,10 +280,10 @@ class Gpu:
         *,
         is_local: bool = False,
     ) -> bool:
-        """Enqueues copies of pages ``of`` (n,) of some segments to pages ``to`` (n,) of others;
-        whether a kernel makes them.
+        """Enqueues copies of pages ``of`` (n,) of the source segments to pages ``to`` (n,) of the
+        targets; returns whether a kernel does them.
 
-        is_local: both in the GPU's memory.
+        is_local: both are in GPU memory.
         """
         if self._short is not None and self._short.copy(stream, targets, to, sources, of):
             return True
@@ -299,7 +299,7 @@ class Gpu:
         return False
 
     def wait_left(self, timeout_s: float) -> None:
-        """Waits for what is on ``leaving`` by now.  Raises DeviceTimeout: it may still move."""
+        """Waits for the work on ``leaving``.  Raises DeviceTimeout: it may still run."""
         with self._leaving_lock:
             self.driver.record_event(self._left, self.leaving)
             if not wait_until(lambda: self.driver.is_event_done(self._left), timeout_s):
@@ -308,13 +308,13 @@ class Gpu:
                 )
 
     def rest(self, timeout_s: float) -> None:
-        """No kernel stays on the GPU: closing one store would wait for another one's."""
+        """Ends persistent kernels: closing a store would wait for those of other stores."""
         for engine in self._engines:
             if isinstance(engine, DeviceEngine) and not engine.rest(timeout_s):
                 _log.warning("a kernel of the GPU engine %s does not end", engine.name)
 
     def close(self, timeout_s: float) -> None:
-        """Gives streams and events back, once the stores are closed.  Raises DeviceTimeout."""
+        """Destroys streams and events, after the stores were closed.  Raises DeviceTimeout."""
         deadline_s = time.monotonic() + timeout_s
         for stream in (self.copy_stream, self.leaving):
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -335,7 +335,7 @@ class Gpu:
 def open_gpu(
     device: torch.device, mover: str, profile: TableProfile | None, engine: str
 ) -> Gpu | None:
-    """The GPU that SGLang's pools are on; None for host memory.
+    """The GPU with SGLang's pools; None for host memory.
 
     Raises Unsupported without cuda-bindings or a driver, or for a mover that the driver lacks.
     """

@@ -1,4 +1,4 @@
-"""Pages moved by a kernel, on as few of the GPU's multiprocessors as keep up with the SSD."""
+"""Moves pages by a kernel, on as few multiprocessors as are needed to keep up with the SSD."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tutti.scheduler.sm_share import choose_partition
 _log = logging.getLogger(__name__)
 
 _TABLES_NBYTES = 8 * MiB
-#: Blocks without a profile.  No more multiprocessors than blocks are used, whatever they run on.
+#: Blocks without a profile.  The kernel uses at most as many multiprocessors as blocks.
 _BLOCKS = 16
 
 
 class KernelShare:
-    """A mover, and streams on the multiprocessors that it has.
+    """A mover, and streams that are restricted to its multiprocessors.
 
-    profile: gives their number; without one, or where the driver refuses, the streams are ordinary
-    ones and a warning is logged.
+    profile: gives their number; without one, or if the driver refuses, the streams are ordinary
+    streams and a warning is logged.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class KernelShare:
         self.mover = KernelMover(driver, modules["gio_move"], self._tables, blocks=blocks)
 
     def create_streams(self, count: int) -> list[int]:
-        """Closed with the share."""
+        """Creates streams, which are closed with the share."""
         return [self.partition.create_stream(-1) for _ in range(count)]
 
     def close(self) -> None:
-        """Releases everything; nothing may be on the streams."""
+        """Frees everything; the streams must be idle."""
         self.partition.close()
         self._tables.close()
 
 
 def _share(driver: Driver, profile: TableProfile | None) -> tuple[SmPartition, int]:
-    """The partition, and how many blocks the kernel has."""
+    """The partition, and the number of blocks of the kernel."""
     if profile is None:
         reason = "the option profile is off, so the mover's share is unknown"
         _log.warning("no partition of multiprocessors: %s", reason)

@@ -1,4 +1,4 @@
-"""SGLang's pools as Tutti sees them: numbered pages of one layout each.
+"""SGLang's pools in Tutti's terms: each has numbered pages of one layout.
 
 A model has one pool of KV, and may have further ones: sliding windows, Mamba states, an indexer.
 Unsupported pools are refused at start, with the reason.
@@ -26,7 +26,7 @@ from tutti.memory.host_memory import HostMemory
 Pages = npt.NDArray[np.int64]
 Views = list[list[npt.NDArray[np.uint8]]]
 
-#: Where pools may lie: in host memory, or in a GPU's that CUDA addresses.
+#: Devices of pools: host memory, or GPU memory that CUDA addresses.
 _DEVICES = ("cpu", "cuda")
 _HICACHE = "serve this model in Tutti's HiCache mode instead (which does not take DeepSeek-V4)"
 _LBA_NBYTES = 4096
@@ -34,7 +34,7 @@ _LBA_NBYTES = 4096
 
 @dataclass(frozen=True)
 class Span:
-    """One segment of every page in one layer: page p has ``nbytes`` at address + p * stride."""
+    """A segment of all pages in one layer: page p has ``nbytes`` bytes at address + p * stride."""
 
     address: int
     nbytes: int
@@ -48,12 +48,12 @@ class KvPool:
     """One pool of one rank.
 
     name, source: SGLang's names of the pool, and of the pool whose keys and slots name its pages.
-    slots: slot numbers of a page; 1 where a slot is a page.
+    slots: number of SGLang's slots per page; 1 if a slot is a page.
     device: where the memory is.  spans: SGLang's memory, as ``spans[layer][segment]``.
-    views: the same as uint8 (pages, nbytes); empty where the memory is not the host's.
-    layer_of: transfer layer -> own layer; the model's layers without state here are missing.
-    packed: an object is one piece of all layers, because one layer of a page is too small for the
-    medium's blocks, or has more segments than a command, or the layers differ.  Packed pages go
+    views: the same as uint8 (pages, nbytes); empty unless it is host memory.
+    layer_of: transfer layer -> layer of this pool; layers of the model without state are missing.
+    packed: an object is one piece with all layers, because one layer of a page is too small for the
+    medium's blocks, has too many segments for a command, or the layers differ.  Packed pages go
     through staging.
     """
 
@@ -66,7 +66,7 @@ class KvPool:
         self.layer_of: Mapping[int, int] = {layer: own for own, layer in enumerate(layers)}
         rows = [_buffers(entry, layer) for layer in layers]
         _check_buffers(self.name, rows)
-        # Rows of token pools are slots; rows of the others are pages already.
+        # Rows of token pools are slots; rows of other pools are pages.
         span = _row_span(entry)
         self.pages = min(buffer.shape[0] for row in rows for buffer in row) // span
         self.device: torch.device = rows[0][0].device
@@ -80,7 +80,7 @@ class KvPool:
 
     @property
     def trailing(self) -> bool:
-        """Whether only the pages at the end of a prefix are needed, as of states and windows."""
+        """Whether only the last pages of a prefix are needed, as for states and windows."""
         return self.source != str(adapter.PoolName.KV)
 
     @property
@@ -89,7 +89,7 @@ class KvPool:
         return sum(span.nbytes for row in self.spans for span in row)
 
     def host_pool(self, layout: KVLayout) -> HostMemory | None:
-        """The same memory for ObjectStore.register, or DeviceMemory; None for a packed pool."""
+        """The memory in the form for ObjectStore.register, or DeviceMemory; None if packed."""
         if self.packed:
             return None
         bases = np.array([[span.address for span in row] for row in self.spans], np.uint64)
@@ -103,7 +103,7 @@ class KvPool:
         return HostMemory(layout, memory, buffers, self._owner)
 
     def staging_views(self, pool: HostMemory) -> Views:
-        """Views like ``spans`` over staging: a pool in one buffer of the host."""
+        """Views of staging, indexed like ``spans``; staging is a pool in one host buffer."""
         if not self.packed:
             return _views_by_layer(pool)
         whole = pool.owner.array[: pool.pages * self.nbytes].reshape(pool.pages, self.nbytes)
@@ -119,7 +119,7 @@ class KvPool:
     def page_numbers(self, indices: torch.Tensor, pages: int) -> Pages:
         """Page numbers of the slots of ``pages`` whole pages.  Waits for SGLang's device.
 
-        Raises ConfigError for anything else: nothing may be moved then.
+        Raises ConfigError if the slots are not whole pages: nothing may be moved then.
         """
         slots = indices.detach().to("cpu", torch.int64).numpy().reshape(-1)
         if slots.size != pages * self.slots:
@@ -138,7 +138,7 @@ class KvPool:
         pool = entry.device_pool
         kind, dims = _kind_of(pool)
         dtypes = [_dtype_name(buffer.dtype) for buffer in self._owner[0]]
-        if len(set(dtypes)) > 1:  # types of one size could change places, or one of them alone
+        if len(set(dtypes)) > 1:  # types of the same size could be exchanged unnoticed
             kind = "-".join((kind, *dtypes))
         layers = len(self.spans)
         sizes = tuple(span.nbytes for span in self.spans[0])
@@ -160,9 +160,9 @@ class KvPool:
 
 @dataclass(frozen=True)
 class KvPoolGroup:
-    """All pools of one rank, by SGLang's name; ``layers`` are the model's on this rank.
+    """All pools of one rank, by SGLang's name.  layers: number of the model's layers on this rank.
 
-    context_tokens: of the longest request.
+    context_tokens: tokens of the longest request.
     """
 
     pools: Mapping[str, KvPool]
@@ -173,7 +173,7 @@ class KvPoolGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where all pools are.  Raises Unsupported when that is not one device."""
+        """The device of all pools.  Raises Unsupported if they are on several."""
         devices = {pool.device for pool in self.pools.values()}
         if len(devices) > 1:
             raise Unsupported(
@@ -183,12 +183,12 @@ class KvPoolGroup:
 
     @property
     def has_states(self) -> bool:
-        """Whether requests have Mamba states, which SGLang keeps next to its KV pool."""
+        """Whether requests have Mamba states, in a pool next to the KV pool."""
         return adapter.PoolName.MAMBA in self.pools
 
 
 def kv_pool_group(params: Any, components: Collection[Any]) -> KvPoolGroup:
-    """The pools behind CacheInitParams.  Raises Unsupported with the reason."""
+    """The pools of CacheInitParams.  Raises Unsupported with the reason."""
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     _check_pool(kvcache, params.page_size)
     try:
@@ -220,7 +220,7 @@ def _with_drafts(params: Any) -> str:
 
 
 def _check_pool(pool: Any, page_size: int | None) -> None:
-    """Refuses what would lose part of the KV."""
+    """Raises Unsupported for a pool of which part of the KV would be lost."""
     scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
     if any(getattr(pool, scale, None) is not None for scale in scales):
         raise Unsupported(
@@ -240,7 +240,7 @@ def _check_pool(pool: Any, page_size: int | None) -> None:
 
 
 def _row_span(entry: adapter.DevicePoolEntry) -> int:
-    """Buffer rows of a page."""
+    """Number of buffer rows per page."""
     _, _, nbytes = entry.buffer_meta[0][0]
     buffer = entry.components[0][0]
     return max(1, int(nbytes) * int(buffer.shape[0]) // int(buffer.nbytes))
@@ -270,7 +270,7 @@ def _check_buffers(name: str, rows: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def _span_of(name: str, buffer: torch.Tensor, rows: int) -> Span:
-    """The pages of a buffer, ``rows`` of its rows each."""
+    """The pages of a buffer, with ``rows`` rows per page."""
     row_nbytes = buffer[0].numel() * buffer.element_size()
     stride = buffer.stride(0) * buffer.element_size()
     if not buffer[0].is_contiguous() or (rows > 1 and stride != row_nbytes):
@@ -290,7 +290,7 @@ def _view_of(span: Span, pages: int) -> npt.NDArray[np.uint8]:
 
 
 def spans_of(views: Views, shift: int = 0) -> Spans:
-    """Where views lie, at addresses that are ``shift`` higher."""
+    """The spans of views, with ``shift`` added to their addresses."""
     return [
         [Span(int(v.ctypes.data) + shift, int(v.shape[1]), int(v.strides[0])) for v in row]
         for row in views
@@ -310,7 +310,7 @@ def _must_pack(spans: Spans) -> bool:
 
 
 def _views_by_layer(pool: HostMemory) -> Views:
-    """The memory of a layer-first pool in one buffer, as KvPool has it."""
+    """Views of a layer-first pool in one buffer, in the form of KvPool.views."""
     array: npt.NDArray[np.uint8] = pool.owner.array
     views: Views = []
     for bases in pool.memory.bases:
@@ -323,7 +323,7 @@ def _views_by_layer(pool: HostMemory) -> Views:
 
 
 def _kind_of(pool: Any) -> tuple[str, tuple[int, ...]]:
-    """What the bytes mean, for the identity of the pool."""
+    """The kind of KV in a pool, for its identity."""
     if type(pool) is adapter.MHATokenToKVPool:
         return "mha", (pool.head_num, pool.head_dim, pool.v_head_dim)
     if type(pool) is adapter.MLATokenToKVPool:

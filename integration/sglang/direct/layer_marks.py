@@ -1,8 +1,8 @@
-"""Times the forward stream's wait for each layer of a batch, by words that the stream writes.
+"""Measures how long the forward's stream waits for each layer of a batch.
 
-Around its wait for a layer the stream writes two words in pinned memory, and the thread that polls
-for the batch looks at them.  Times are as exact as its pauses are short, and no thread of the
-forward's waits for the GPU.
+Before and after its wait for a layer the stream writes a word in pinned memory; the thread that
+polls for the batch reads these words.  The resolution is its polling interval, and no thread of the
+forward waits for the GPU.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from tutti.gio_uring.gpu.pinned_memory import PinnedMemory, retain_until_exit
 from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.gio_uring.memory import HostBuffer
 
-#: Batches whose waits the stream may still have before it; others go unmeasured.
+#: Most batches with pending waits on the stream; others are not measured.
 _BATCHES = 8
-#: Models with more layers go unmeasured.
+#: Models with more layers are not measured.
 _LAYERS_MAX = 1024
 
 
 class BatchMarks:
-    """The words of one batch, (2, _LAYERS_MAX): whether a layer's wait was reached, and is over."""
+    """The words of one batch, (2, _LAYERS_MAX): whether a layer's wait has begun, and has ended."""
 
     def __init__(self, driver: Driver, words: npt.NDArray[np.uint32], address: int) -> None:
         self._driver = driver
         self._words = words
         self._address = address  # the device's
-        self._asked: list[int] = []  # layers, in this order
-        self._seen = 0  # of them, that are over
-        self._reached_s = 0.0  # the wait of the next one
+        self._asked: list[int] = []  # layers, in order of their waits
+        self._seen = 0  # number of ended waits
+        self._reached_s = 0.0  # when the next wait began
         self.is_released = False
         words[:] = 0
 
     def around(self, layer: int, stream: int, wait: Callable[[], None]) -> None:
-        """Enqueues ``wait`` for a layer on a stream, marked when it is the first."""
+        """Enqueues ``wait`` for a layer on a stream, with marks if it is the layer's first wait."""
         if layer in self._asked:
             wait()
             return
@@ -51,16 +51,16 @@ class BatchMarks:
 
     @property
     def is_through(self) -> bool:
-        """Whether the stream is past every wait that was enqueued, and that was seen."""
+        """Whether every enqueued wait was seen to end."""
         return self._seen == len(self._asked)
 
     @property
     def is_written(self) -> bool:
-        """Whether the stream has nothing to write by now."""
+        """Whether the stream has written all words."""
         return bool(self._words[1, self._asked].all())
 
     def look(self) -> list[tuple[int, float]]:
-        """(layer, seconds waited) of the waits that are over since the last look."""
+        """(layer, seconds waited) of the waits that have ended since the last call."""
         found: list[tuple[int, float]] = []
         now_s = time.monotonic()
         while not self.is_through:  # bounded: by the layers
@@ -77,7 +77,7 @@ class BatchMarks:
 
 
 class LayerMarks(Owned):
-    """Words for some batches.  They are pinned at once: no memory can be while a kernel stays."""
+    """Words for some batches, pinned at the start: pinning could wait for a persistent kernel."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -87,7 +87,7 @@ class LayerMarks(Owned):
         self._batches: list[BatchMarks | None] = [None] * _BATCHES
 
     def take(self, layers: int) -> BatchMarks | None:
-        """Words for so many layers that no stream writes; None when there are none."""
+        """Unused words for ``layers`` layers; None if there are none, or for too many layers."""
         if layers > _LAYERS_MAX:
             return None
         for row, batch in enumerate(self._batches):
@@ -99,7 +99,7 @@ class LayerMarks(Owned):
         return None
 
     def close(self, timeout_s: float) -> None:
-        """Unpins the words once no forward writes them; those that one still may stay for good."""
+        """Unpins the words once no forward writes them; otherwise keeps them until exit."""
         if wait_until(lambda: all(b is None or b.is_written for b in self._batches), timeout_s):
             self._pinned.close()
         else:

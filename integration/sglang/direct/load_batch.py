@@ -1,8 +1,9 @@
 """The loads of one SGLang batch, which linker.py starts layer by layer.
 
-Each key is read once and goes to every page that wants it: into staging, from where the thread that
-waits for a layer copies it, unless it was read ahead. What is larger than staging is read into the
-SGLang's pages directly, and so is everything fresh where these are a GPU's: its streams wait.
+Each key is read once, also if several pages need it: into staging, from where the thread that waits
+for a layer copies it to these pages. Keys that were read ahead are in staging already. Loads that
+do not fit into staging are read directly into SGLang's pages, and so is everything that was not
+read ahead if these are in GPU memory: its streams wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """What one request wants of one pool: keys (n, 16), and the slots of n pages."""
+    """One request's load from one pool: keys (n, 16), and SGLang's slots of n pages."""
 
     stored_pool: StoredPool
     keys: Keys
@@ -38,11 +39,11 @@ class QueuedLoad:
 def plan_loads(
     stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead, batch: str = ""
 ) -> PoolReadPlan:
-    """Reads each key once: not at all if it is staged, into staging if the rest fits, else into
-    the first page that wants it.
+    """Plans to read each key at most once: not if it is staged, into staging if the rest fits, else
+    into the first page that needs it.
 
-    keys (n, 16), pages (n,): what all requests of a batch want of one pool.  batch: its name.
-    Raises DeviceTimeout when staging is needed and the device does not release it.
+    keys (n, 16), pages (n,): the loads of all requests of a batch from one pool.  batch: its name.
+    Raises DeviceTimeout if staging is needed and the device does not release it.
     """
     names: dict[bytes, int] = {}
     row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
@@ -96,14 +97,14 @@ def _copies_of_staged(
 
 
 class LoadBatch(Owned):
-    """One batch on its way.  Thread-safe; the waiting thread does the copying.
+    """The load of one batch.  Thread-safe; in host memory the waiting thread copies from staging.
 
-    queued: the loads of all requests and pools.  layers: transfer layers of the model.
-    rids: the requests, for which nothing needs to be kept from now on.
-    name: by which the step that computes the batch calls for its reads.
-    fence: what must have happened on SGLang's device before its pages are written.
-    timeout_s: from now to the last layer.
-    gpu: where SGLang's pages are; None for host memory.
+    queued: the loads of all requests and pools.  layers: number of the model's transfer layers.
+    rids: the requests; nothing is kept for them after the start.
+    name: names the batch's reads for the step that computes it.
+    fence: events on SGLang's device that must have happened before its pages are written.
+    timeout_s: limit for the last layer, from now on.
+    gpu: the GPU with SGLang's pages; None for host memory.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class LoadBatch(Owned):
         self._copier = None if gpu is None else StagingCopier(gpu, layers, name)
 
     def moved(self) -> list[tuple[StoredPool, int, int, float]]:
-        """Each pool, its distinct pages, read now or ahead, the bytes that are read now, and as
-        large a part of the time.
+        """(pool, distinct pages loaded, bytes read for this batch alone, and a share of the time in
+        proportion to these) for each pool.
         """
         found, whole = [], self.nbytes
         for plan in self._plans:
@@ -153,16 +154,16 @@ class LoadBatch(Owned):
 
     @property
     def nbytes(self) -> int:
-        """What is read from the medium for this batch alone."""
+        """Bytes read from the medium for this batch alone."""
         return sum(read.nbytes for plan in self._plans for read in plan.fresh)
 
     @property
     def ahead_nbytes(self) -> int:
-        """Of the reads ahead that this batch uses."""
+        """Bytes of the reads ahead that this batch uses."""
         return sum(read.nbytes for plan in self._plans for read in plan.ahead)
 
     def start(self) -> None:
-        """Submits the reads, on a thread that may wait."""
+        """Submits the reads; called on a thread that may block."""
         try:
             for stored_pool, keys, pages in self._wanted():
                 with self._planning:
@@ -186,7 +187,7 @@ class LoadBatch(Owned):
             self._started.set()
 
     def _wanted(self) -> list[tuple[StoredPool, Keys, Pages]]:
-        """What the batch wants of each pool, once the fence has passed for it to be written."""
+        """The loads by pool; returns when pages may be written, or on a GPU, writes are ordered."""
         if self._gpu is None:
             self._fence.wait(self._deadline_s)
             return _by_stored_pool(self.queued)
@@ -198,9 +199,9 @@ class LoadBatch(Owned):
         return wanted
 
     def wait_layer(self, layer: int) -> None:
-        """Returns when the layer is in SGLang's pages, or ``error`` is set.
+        """Waits until the layer is in SGLang's pages, or ``error`` is set.
 
-        On a GPU: when the caller's stream waits for it.
+        On a GPU, makes the caller's stream wait for it.
         """
         if self._copier is not None:
             self._order(layer, self._copier)
@@ -230,13 +231,13 @@ class LoadBatch(Owned):
 
     @property
     def bubble_s(self) -> float:
-        """How long the forward's thread waited for layers, and its stream."""
+        """Seconds that the forward's thread, and its stream, waited for layers."""
         return self.waited_s + (0.0 if self._copier is None else self._copier.waited_s)
 
     @property
     def took_s(self) -> float:
-        """How long it took: the time that was waited, or, where streams wait, from the first read
-        to the end of the last, and of the copies, but for what the batch before held those up.
+        """Duration in seconds: the waits; or, where streams wait, from the first read to the end of
+        the last read and of the copies, without the time that copies waited for the batch before.
         """
         fresh = [read for plan in self._plans for read in plan.fresh]
         if self._copier is None or not fresh:
@@ -256,9 +257,9 @@ class LoadBatch(Owned):
                 return self.error is None
             self._ended = True
         with self._planning:
-            self._abandoned = True  # what was not planned by now never is
+            self._abandoned = True  # nothing more is planned
         if isinstance(self.error, MediumError):
-            # All of the damage is removed when the reads are over: a retry must not find it again.
+            # Damaged objects are removed when their reads end: a retry must not find them.
             for read in [read for plan in self._plans for read in (*plan.ahead, *plan.fresh)]:
                 read.wait_over(self._deadline_s)
         left = time.monotonic() + max(1.0, self._deadline_s - time.monotonic())
@@ -302,7 +303,7 @@ class LoadBatch(Owned):
 
 
 def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys, Pages]]:
-    """What the batch wants of each pool.  Waits for SGLang's device.
+    """The loads of a batch by pool.  Waits for SGLang's device.
 
     Raises ConfigError for slots that are not whole pages, before anything is moved.
     """
@@ -319,10 +320,10 @@ def _by_stored_pool(queued: Sequence[QueuedLoad]) -> list[tuple[StoredPool, Keys
 
 
 class LayerCounter:
-    """Blocks the forward until the layer that it wants is there; on a GPU its stream waits.
+    """Blocks the forward until its next layer has arrived; on a GPU its stream waits.
 
-    A failure does not raise into the forward: `finish` reports it, and SGLang aborts the batch.
-    began: is told of every layer that the forward asks for, and how many seconds it waited.
+    A failure is not raised in the forward: `finish` reports it, and SGLang aborts the batch.
+    began: called with every layer that the forward waited for, and the seconds.
     """
 
     def __init__(
@@ -336,21 +337,21 @@ class LayerCounter:
 
     @property
     def next_index(self) -> int:
-        """The index that ``add`` will answer."""
+        """The index that the next ``add`` returns."""
         return self._producer_index + 1
 
     def add(self, batch: LoadBatch) -> int:
-        """The index by which a batch's forward will ask for it."""
+        """Adds a batch; returns the index by which its forward refers to it."""
         self._producer_index += 1
         self._batches[self._producer_index] = batch
         return self._producer_index
 
     def set_consumer(self, index: int) -> None:
-        """Which batch the next waits are for; -1 for none."""
+        """Selects the batch of the next waits; -1 for none."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Returns when the layer is in SGLang's pages, or never will be.  Idempotent."""
+        """Waits until the layer is in SGLang's pages or has failed.  Idempotent."""
         batch = self._batches.get(self.consumer_index)
         waited_s = 0.0
         if batch is not None:
@@ -361,7 +362,7 @@ class LayerCounter:
             self._began(layer, waited_s)
 
     def finish(self, index: int) -> LoadBatch | None:
-        """Takes out a batch."""
+        """Removes and returns a batch."""
         return self._batches.pop(index, None)
 
     def reset(self, end: Callable[[LoadBatch], object]) -> None:

@@ -24,10 +24,10 @@ class Window:
 
 
 def restorable(pages: int, windows: Sequence[Window]) -> Mask:
-    """For each length 0 to ``pages`` whether a prefix of that length can be restored, (pages + 1,).
+    """Whether a prefix of each length from 0 to ``pages`` can be restored, (pages + 1,).
 
-    pages: how many leading pages every pool has that needs them all.  A window that is longer than
-    the prefix needs the whole prefix.  Length 0 is never an answer.
+    pages: number of leading pages that all pools without a window have.  A window that is longer
+    than a prefix needs the whole prefix.  Length 0 is always False.
     """
     good = np.ones(pages + 1, np.bool_)
     good[0] = False
@@ -43,7 +43,7 @@ def restorable(pages: int, windows: Sequence[Window]) -> Mask:
 class Found:
     """The prefix lengths (in pages) that can be restored, ascending, and the longest one's pages.
 
-    ``wanted`` goes to read-ahead: it may be longer than what is worth waiting for now.
+    wanted: pages for read-ahead, which may be more than are worth waiting for now.
     """
 
     lengths: list[int]
@@ -51,9 +51,9 @@ class Found:
 
 
 class Lookups:
-    """Looks up in all pools of one rank.  For one thread.
+    """Looks up in all pools of one rank.  Not thread-safe.
 
-    admission: which hits are taken.  ahead: what is staged does not count as load time.
+    admission: decides which hits are taken.  ahead: knows staged pages, which take no load time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Lookups:
     ) -> Found:
         """One look-up of request ``rid``: keys (n, 16), at most ``pages_max`` of them.
 
-        Every pool counts one look-up, whatever is found, so that pins expire alike on all ranks.
+        Every pool counts one look-up, whatever is found, so that pins expire equally on all ranks.
         """
         wanted = keys if pages_max is None else keys[:pages_max]
         pages = min([self._match(rid, stored_pool, wanted) for stored_pool in self._by_page])
@@ -100,14 +100,14 @@ class Lookups:
         return Found(lengths, ahead)
 
     def still_there(self, rid: str, wanted: Sequence[tuple[StoredPool, Keys]]) -> bool:
-        """Whether everything that is to be loaded is still stored; pins it, and nothing else."""
+        """Whether all pages of a load are still stored; pins exactly these."""
         there = True
         for stored_pool, keys in wanted:
             there = bool(self._present(rid, stored_pool, keys).all()) and there
         return there
 
     def release(self, rids: Sequence[str]) -> None:
-        """These requests have what they wanted, or want nothing any more: their pins go."""
+        """Releases the pins of requests that were loaded or have ended."""
         for stored_pool in (*self._by_page, *self._states):
             for rid in rids:
                 stored_pool.store.unpin(rid)
@@ -131,7 +131,7 @@ class Lookups:
         keys: Keys,
         transfers: Sequence[adapter.PoolTransfer],
     ) -> Window:
-        """What a pool of states holds, and pins may keep."""
+        """The stored pages of a pool of states or windows, which may be pinned."""
         named = [t.keys for t in transfers if t.name == stored_pool.kv_pool.source and t.keys]
         held = self._present(rid, stored_pool, keys)
         stored_pool.metrics.count("hit_pages", int(np.count_nonzero(held)))
@@ -145,7 +145,7 @@ class Lookups:
             return np.zeros(len(keys), np.bool_)
 
     def _pages_of(self, keys: Keys, windows: Sequence[Window]) -> list[tuple[StoredPool, Keys]]:
-        """What a load of these pages reads of each pool; states first, as they are short."""
+        """The pages that a load reads from each pool; states first, because they are short."""
         states = [
             (stored_pool, keys[max(0, len(keys) - window.pages) :])
             for stored_pool, window in zip(self._states, windows, strict=True)

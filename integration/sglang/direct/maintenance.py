@@ -1,4 +1,4 @@
-"""Background work: proof after an unclean close, probes, counters."""
+"""Background work: verification after an unclean close, probes of the medium, counters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _REFRESH_S = 10.0
 class Maintenance(Owned):
     """A thread that serves one pool.
 
-    breakers: of loads and stores; that of loads is closed again when one of the objects that the
-    pool knows can be read.  probe_s: how long that may take.  page_tokens: as Metrics.from_store.
+    breakers: of loads and stores; the one of loads closes again when one of the pool's known
+    objects can be read.  probe_s: limit of such a read.  page_tokens: see Metrics.from_store.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Maintenance(Owned):
         self._probe_s = probe_s
         self._minutes = MinuteLog(stored_pool.metrics, errors, time.monotonic())
         self._proven = False
-        self._hurries = True  # to the next round without a pause
+        self._hurries = True  # starts the next round without a pause
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tutti-maintenance", daemon=True)
         self._thread.start()
@@ -80,11 +80,11 @@ class Maintenance(Owned):
             self._metrics.level("breaker_open", int(not breaker.closed), direction)
 
     def _prove(self) -> None:
-        """Some objects, and at once the next ones: a large pool takes long, and probes go on."""
+        """Verifies some objects per round, so that probes go on while a large pool is verified."""
         try:
             self._store.wait_recovered(0.0)
         except DeviceTimeout:
-            return  # not yet
+            return  # later
         self._proven = not self._store.prove(_PROVE_OBJECTS)
         self._hurries = not self._proven
 
@@ -92,7 +92,7 @@ class Maintenance(Owned):
         """Reads one object that should be there; success closes the breaker, else it stays open."""
         there = [key for key in list(self._stored_pool.known) if self._store.match([key])]
         if not there or any(self._read(key) for key in there):
-            self._reads.success()  # where all that was known is gone, requests have to try
+            self._reads.success()  # if no known object is left, requests must try
 
     def _read(self, key: bytes) -> bool:
         pages = self._staging.allocate(1)
@@ -101,7 +101,7 @@ class Maintenance(Owned):
         try:
             ticket = self._store.load([key], pages, memory=self._staging.memory)
         except PagesInUse as error:
-            given_up = error  # the name of an exception ends with its clause
+            given_up = error  # ``error`` is unbound after the except clause
             self._staging.retire(pages, lambda: given_up.wait_settled(0.0))
             raise
         except TuttiError as error:
@@ -120,7 +120,7 @@ class Maintenance(Owned):
         try:
             action()
         except Exception as error:
-            # The thread must live: requests are served without it, if less well.
+            # The thread must survive any error.
             if isinstance(error, TuttiError) and self._stop.is_set():
                 return
             self._log_error(f"{what}: {type(error).__name__}", error)

@@ -1,12 +1,13 @@
-"""Tells the schedulers of the pools what the model computes, as far as SGLang's scheduler knows.
+"""Reports the model's steps to the pools' schedulers, as far as SGLang's scheduler knows them.
 
-A step begins when its batch is launched and the one before is over, and ends when its results were
-processed: with overlap scheduling the next batch is launched meanwhile. It names the batch's loads.
+A step begins when its batch was launched and the step before has ended. It ends when its results
+were processed; with overlap scheduling, the next batch is launched before that. It names the
+batch's loads.
 
 On a CPU the launch itself computes, layer by layer, and the step ends with it. A GPU computes
-later: its stream marks the layers that it has waited for, and they are reported when seen.
+later: its stream marks the layers that it has waited for, and these are reported when seen.
 
-Without the plugin this is never called, and writes yield to reads alone.
+Without the plugin nothing is reported, and writes yield only to reads.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tutti.scheduler.step_reports import StepReports
 
 _log = logging.getLogger(__name__)
 
-#: SGLang launches one batch while another computes; more were never processed, and are forgotten.
+#: SGLang launches one batch while another computes; older steps were never processed: forgotten.
 _STEPS_MAX = 2
-#: Shorter prefills take the time of their launches; so many longer ones are remembered.
+#: Shorter prefills are dominated by their launch; number of longer ones that are kept.
 _PREFILL_TOKENS_MIN, _PREFILLS_MAX = 1024, 15
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 
@@ -45,7 +46,7 @@ class ModelStep:
 
 @dataclass
 class _Launched:
-    """A step that was launched and not processed."""
+    """A step that was launched and has not been processed."""
 
     step: ModelStep
     begun: bool = False
@@ -55,19 +56,19 @@ class _Launched:
 
 @dataclass
 class _Follower:
-    """A queue that is told.  layers: of the model."""
+    """A queue to which steps are reported.  layers: number of the model's layers."""
 
     layers: int
     reports: StepReports = field(default_factory=StepReports)
 
 
 class StepsWatch:
-    """The batches of this process's scheduler that were launched and not processed.
+    """The launched batches of this process's scheduler that have not been processed.
 
-    Called on the scheduler's thread alone, but for ``stream_began``.
+    Called only on the scheduler's thread, except ``stream_began``.
 
-    prefills: (tokens, context tokens, seconds) of the last long ones that waited for no load.
-    prefills_seen: how many there were.
+    prefills: (tokens, context tokens, seconds) of the last long prefills that waited for no load.
+    prefills_seen: number of such prefills so far.
     """
 
     def __init__(self) -> None:
@@ -77,35 +78,35 @@ class StepsWatch:
         self._telling = threading.Lock()
         self._users: list[Dispatcher] = []
         self._steps: deque[_Launched] = deque()
-        self._layer = -1  # the last that the forward asked for since the launch
+        self._layer = -1  # the last one that the forward asked for since the launch
         self._is_broken = False
 
     def follow(self, dispatcher: Dispatcher, layers: int) -> None:
-        """Posts the steps of a model of so many layers to a queue from now on.
+        """Posts steps to a queue from now on.  layers: number of the model's layers.
 
-        Pools that share one follow once each, and it gets every step once.
+        Pools that share a queue call this once each; the queue gets every step once.
         """
         self._users.append(dispatcher)
         follower = self._followers.setdefault(dispatcher, _Follower(layers))
         follower.layers = max(layers, follower.layers)
 
     def leave(self, dispatcher: Dispatcher) -> None:
-        """Posts nothing more to it, once every pool that followed has left."""
+        """Stops posting to a queue, once every pool that called ``follow`` has called this."""
         if dispatcher in self._users:
             self._users.remove(dispatcher)
         if dispatcher not in self._users:
             self._followers.pop(dispatcher, None)
-        if not self._followers:  # a step in progress would take the place of a later one
+        if not self._followers:  # otherwise a step in progress would block later ones
             self._steps.clear()
 
     def launched(self, batch: Any) -> None:
-        """SGLang launches a batch."""
+        """Called when SGLang launches a batch."""
         if not self._followers or self._is_broken:
             return
         try:
             step = step_of(batch)
         except Exception:
-            # The server must run on, whatever a batch looks like.
+            # The server must survive, whatever a batch looks like.
             self._is_broken = True
             _log.exception("steps are not understood; writes yield to reads alone from now on")
             return
@@ -116,8 +117,8 @@ class StepsWatch:
         self._begin_next()
 
     def layer_began(self, layer: int, waited_s: float) -> None:
-        """The forward, on the thread that computes it, has waited for a layer.  Any number of times
-        for each, and also when it had nothing to wait for.
+        """Called on the forward's thread after its wait for a layer, any number of times per layer,
+        also if there was nothing to wait for.
         """
         if layer <= self._layer or not self._steps:
             return
@@ -127,24 +128,24 @@ class StepsWatch:
             self._post_layer(layer, waited_s)
 
     def stream_began(self, batch: str, layer: int, waited_s: float) -> None:
-        """The stream of a GPU's forward has waited for a layer of a batch.  On any thread."""
+        """Called after a GPU forward's stream has waited for a layer of a batch.  On any thread."""
         now = next((one for one in tuple(self._steps) if not one.over), None)
         if now is not None and now.begun and batch in now.step.loads:
             self._post_layer(layer, waited_s)
 
     def returned(self) -> None:
-        """The launch of the newest batch returned: if its layers were asked for, it is computed."""
+        """Called when the newest launch returns; if its layers were asked for, it is computed."""
         if self._steps and self._layer >= 0:
             self._end(self._steps[-1])
 
     def processed(self) -> None:
-        """The results of the oldest batch were processed."""
+        """Called when the results of the oldest batch were processed."""
         if self._steps:
             self._end(self._steps.popleft())
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """The oldest step that is not over computes."""
+        """Begins the oldest step that has not ended."""
         launched = next((one for one in self._steps if not one.over), None)
         if launched is None or launched.begun:
             return
@@ -185,7 +186,7 @@ class StepsWatch:
 
     def _post(self, report: Callable[[Dispatcher, _Follower], Event | None]) -> None:
         for dispatcher, follower in tuple(self._followers.items()):
-            with self._telling:  # a stream's layers come on another thread
+            with self._telling:  # layers of a stream are reported by another thread
                 event = report(dispatcher, follower)
             if event is not None:
                 dispatcher.note(event)
@@ -195,15 +196,15 @@ STEPS = StepsWatch()
 
 
 def step_of(batch: Any) -> ModelStep:
-    """A ScheduleBatch as the scheduler's profile knows steps; mixed batches count as prefills."""
+    """Converts a ScheduleBatch to a step of the scheduler's profile; mixed batches are prefills."""
     mode = batch.forward_mode
     if mode.is_decode():
-        # SGLang's own sum is not known yet when it overlaps batches.
+        # SGLang's own sum is not known yet with overlap scheduling.
         context_tokens = sum(request.seqlen for request in batch.reqs)
         return ModelStep(Phase.DECODE, len(batch.reqs), int(context_tokens))
     if mode.is_extend():
         prefix = sum(batch.prefix_lens or ())
-        index = batch.hicache_consumer_index  # what start_layer_wise_loading answered
+        index = batch.hicache_consumer_index  # the result of start_layer_wise_loading
         loads = (str(index),) if index >= 0 else ()
         return ModelStep(Phase.PREFILL, int(batch.extend_num_tokens or 0), int(prefix), loads)
     return ModelStep(Phase.IDLE, 0, 0)

@@ -1,4 +1,4 @@
-"""Opens the Tutti pools of one rank: a file for each of SGLang's pools, below one path."""
+"""Opens the Tutti pools of one rank: one per pool of SGLang."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ def open_stored_pools(
     profile_source: str = GIVEN,
     gpu: Gpu | None = None,
 ) -> dict[str, StoredPool]:
-    """A StoredPool for every pool, by name.  Raises TuttiError, with nothing left open.
+    """Opens a StoredPool for every pool, by name.  Raises TuttiError, with nothing left open.
 
-    profile: by which its puts and loads are launched; None for at once.  profile_source: where it
-    came from.
+    profile: schedules its puts and loads; None starts them at once.  profile_source: its origin.
     """
     pools = list(group.pools.values())
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
@@ -103,10 +102,10 @@ def open_stored_pools(
 
 
 def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool]) -> Limits:
-    """Of the one queue of all pools: writes yield to the reads of any of them.
+    """Limits of the queue of all pools, in which writes yield to the reads of any pool.
 
-    The backlog passes it each write, and what the writes of each pool may use.  Puts of other
-    stores on these media, which join the queue, are not bounded by that.
+    The backlog posts each write and the space for each pool's writes.  Puts of other stores that
+    share this queue are not limited by these.
     """
     loads = split_nbytes(options["load_staging"], pools, _KV_SHARE)
     share = min(1.0, options["read_ahead_share"])
@@ -115,7 +114,7 @@ def limits_of(options: Mapping[str, Any], pools: Sequence[KvPool]) -> Limits:
 
 
 def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, int]:
-    """Pools by KV page share the capacity, as many pages each; each of the others has its own."""
+    """Capacity by pool: pools by KV page share it (equally many pages); each other has its own."""
     shares = split_nbytes(options["capacity"], [pool for pool in pools if not pool.trailing], 1.0)
     aside = options["sidecar_capacity"] or options["capacity"] // 8
     return {pool.name: shares.get(pool.name, aside) for pool in pools}
@@ -124,7 +123,7 @@ def _capacities(options: Mapping[str, Any], pools: list[KvPool]) -> dict[str, in
 def served_profile(
     options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> tuple[TableProfile, str] | None:
-    """By which the pools are scheduled, and where it came from; None where the option says so.
+    """(profile for the pools' scheduling, its origin); None if the option turns it off.
 
     Raises ProfileError for a file that is not a profile, AgentLost and AgentRefused.
     """
@@ -138,7 +137,7 @@ def served_profile(
 
 
 def _kv_shape(group: KvPoolGroup, parallel_rank: ParallelRank) -> tuple[int, int]:
-    """Layers, and bytes of a token's KV, of the whole model as its ranks share it."""
+    """(layers, bytes of KV per token) of the whole model, over the ranks that share it."""
     own = sum(pool.nbytes // pool.slots for pool in group.pools.values() if not pool.trailing)
     heads = 1 if parallel_rank.replicated else parallel_rank.tp_size
     return group.layers * parallel_rank.pp_size, own * heads * parallel_rank.pp_size

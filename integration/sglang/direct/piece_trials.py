@@ -1,7 +1,7 @@
-"""How many pieces are read ahead at once: one, or two, as trials of each path of each pool found.
+"""Decides whether one or two pieces are read ahead at a time, by trials per pool and path.
 
-One piece at a time (INTRA) leaves the medium idle between its end and the beginning of the next;
-two (CROSS) do not, and use it better where one alone does not keep it busy.
+One at a time (INTRA) leaves the medium idle between pieces. Two (CROSS) do not, and use the medium
+better if one alone does not keep it busy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tutti.integration.sglang.direct.stored_pool import StoredPool
 
 _log = logging.getLogger(__name__)
 
-#: What is issued is not recalled, so a load that is due waits for twice as much behind two pieces.
+#: CROSS must be this much faster: a load that is due waits for issued reads, now twice as many.
 _GAIN = 1.1
 
 
 @dataclass(eq=False)
 class Flight:
-    """A piece under way.  is_whole: not the short end of a chain.  shared: beside another one."""
+    """A piece in flight.  is_whole: not the short end of a chain.  shared: with another piece."""
 
     stored_pool: StoredPool
     path: str
@@ -34,21 +34,21 @@ class Flight:
 
     @property
     def most(self) -> int:
-        """Pieces that may be under way."""
+        """Number of pieces that may be in flight."""
         return 2 if self.chooser.overlap is Overlap.CROSS else 1
 
 
 class PieceTrials:
-    """The choices of one thread that reads ahead, and what its pieces took."""
+    """The choices of one read-ahead thread, and the times of its pieces."""
 
     def __init__(self) -> None:
         self._choosers: dict[tuple[str, str], PipelineChooser] = {}
         self._path_changes: dict[str, int] = {}
         self._ended_s = 0.0
-        self._first: tuple[Flight, float] | None = None  # of two that share, and what it took
+        self._first: tuple[Flight, float] | None = None  # first of two shared pieces, its time
 
     def begin(self, stored_pool: StoredPool, keys: Keys, most: int, now_s: float) -> Flight:
-        """A piece of these keys begins.  most: pages of a whole one."""
+        """Begins a piece of these keys.  most: pages of a whole piece."""
         path, changes = stored_pool.store.path_of(keys)
         if self._path_changes.get(stored_pool.name) != changes:
             self._path_changes[stored_pool.name] = changes
@@ -59,15 +59,15 @@ class PieceTrials:
         return Flight(stored_pool, path, chooser, nbytes, len(keys) == most, now_s)
 
     def end(self, flight: Flight, now_s: float) -> float:
-        """Seconds that a piece took: from its beginning, or the end of the one before."""
+        """Ends a piece; returns the seconds since its begin, or since the end of the one before."""
         seconds = now_s - max(flight.began_s, self._ended_s)
         self._ended_s = now_s
         return seconds
 
     def observe(self, flight: Flight, seconds: float) -> tuple[int, float]:
-        """Counts a piece that was read: bytes and seconds, where they tell the medium's speed.
+        """Evaluates a piece that was read; returns (bytes, seconds) to measure the medium's speed.
 
-        Of two that shared it, they do together.
+        Of two shared pieces, the first one returns zeros and the second one the sums.
         """
         nbytes, is_whole, way = flight.nbytes, flight.is_whole, Overlap.INTRA
         if flight.shared:
@@ -92,10 +92,10 @@ class PieceTrials:
         return nbytes, seconds
 
     def rest(self) -> None:
-        """Nothing is under way."""
+        """Called when nothing is in flight."""
         self._first = None
 
     def stats(self, stored_pool: StoredPool) -> dict[str, Any]:
-        """By path: the choice, and the GB/s of the trials."""
+        """The choice and the GB/s of the trials, by path."""
         found = list(self._choosers.items())
         return {path: one.stats() for (name, path), one in found if name == stored_pool.name}

@@ -1,9 +1,9 @@
-"""Reads for requests that still wait: from the look-up on into staging, within bounds.
+"""Reads pages of requests that wait in SGLang's queue into staging, within limits.
 
-A look-up only leaves a note; one thread reads the notes, announces one short piece at a time to the
-pools' queue, and reads it when the queue has issued it, beside the one before where that is faster
-(piece_trials.py). What is staged is found by key, for any request. It changes when bytes arrive,
-and never what a look-up or a load answers.
+A look-up only adds a note. One thread reads the notes, announces one short piece at a time to the
+pools' queue, and reads it when the queue issues it; two pieces at a time if that is faster
+(piece_trials.py). Staged pages are found by key, for any request. This changes when bytes arrive,
+but never the answers of look-ups and loads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IDLE_S = 60.0
 
 @dataclass
 class _Note:
-    """What one request may want: keys (n, 16) by stored_pool, and how far they were read."""
+    """Pages that one request may load: keys (n, 16) by stored_pool, and how far they were read."""
 
     wanted: Sequence[tuple[StoredPool, Keys]]
     seen: int
@@ -48,7 +48,7 @@ class _Note:
 
 @dataclass(eq=False)
 class _Piece:
-    """Keys (n, 16) that the queue was told of by this name; nothing of it is staged yet."""
+    """Keys (n, 16) that were announced to the queue under a name; none is staged yet."""
 
     name: str
     rid: str
@@ -59,9 +59,9 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Staged:
-    """A read whose staging is kept: for requests by id, and for batches that use it now.
+    """A read whose staging is kept, for requests (by id) and for batches that use it now.
 
-    name: by which the queue knows it.  used: rows that a batch took.
+    name: its name in the queue.  used: rows that a batch took.
     """
 
     name: str
@@ -73,11 +73,11 @@ class _Staged:
 
 
 class ReadAhead(Owned):
-    """Staged pages of requests that wait.  Thread-safe.  See scheduler.dispatcher.LoadIssuer.
+    """Staged pages of waiting requests.  Thread-safe.  See scheduler.dispatcher.LoadIssuer.
 
-    schedule: of the queue that the pools share, with the staging that may be filled ahead.
-    lookups: a request that did not look up again within so many look-ups has gone away.
-    measured: is told the bytes and seconds of each read.
+    schedule: of the queue that the pools share, with the limit of staging for read-ahead.
+    lookups: a request that is not looked up again within this many look-ups is forgotten.
+    measured: called with the bytes and seconds of each read.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ReadAhead(Owned):
             self._thread.start()
 
     def note(self, rid: str, wanted: Sequence[tuple[StoredPool, Keys]]) -> None:
-        """One more look-up; what request ``rid`` will load if it is scheduled.  Never waits."""
+        """Counts a look-up.  wanted: what request ``rid`` may load soon.  Does not block."""
         if self._thread is None:
             return
         with self._changed:
@@ -137,7 +137,7 @@ class ReadAhead(Owned):
         self._wake.set()
 
     def forget(self, rid: str) -> None:
-        """The request loads now, or has gone away."""
+        """Forgets a request that loads now, or has ended."""
         with self._changed:
             self._notes.pop(rid, None)
             if self._piece is not None and self._piece.rid == rid:
@@ -148,7 +148,7 @@ class ReadAhead(Owned):
                 self._drop_unwanted(staged)
 
     def staged_pages(self, stored_pool: StoredPool, keys: Keys) -> int:
-        """How many of ``keys``, from the first on, are staged or on their way."""
+        """Number of ``keys``, from the first on, that are staged or being read."""
         with self._changed:
             if not self._by_key:
                 return 0
@@ -158,15 +158,15 @@ class ReadAhead(Owned):
             return len(keys)
 
     def take(self, stored_pool: StoredPool, keys: Sequence[bytes]) -> dict[int, tuple[Read, int]]:
-        """Which rows of ``keys`` are staged: the read, and the row in it.
+        """(read, row in it) of each row of ``keys`` that is staged.
 
-        The reads stay until ``release`` was called for each (once, however many rows it serves).
+        The reads are kept until ``release`` was called once for each.
         """
         found: dict[int, tuple[Read, int]] = {}
         users: dict[int, _Staged] = {}
         with self._changed:
             for staged in self._staged:
-                if staged.listed and staged.read.has_failed:  # the thread is yet to find out
+                if staged.listed and staged.read.has_failed:  # the thread has not noticed yet
                     self._unlist(staged)
             if not self._by_key:
                 return found
@@ -181,7 +181,7 @@ class ReadAhead(Owned):
         return found
 
     def release(self, read: Read) -> None:
-        """A batch does not need a read any more."""
+        """Releases a read that a batch took."""
         with self._changed:
             for staged in self._staged:
                 if staged.read is read:
@@ -190,7 +190,7 @@ class ReadAhead(Owned):
                     return
 
     def make_room(self, stored_pool: StoredPool, pages: int) -> None:
-        """Drops what no batch uses, the oldest first, until ``pages`` of staging are free."""
+        """Drops reads that no batch uses, the oldest first, until ``pages`` of staging are free."""
         with self._changed:
             for staged in list(self._staged):
                 if stored_pool.loads.free >= pages:
@@ -234,20 +234,20 @@ class ReadAhead(Owned):
         self._withdraw(staged.name)
 
     def _withdraw(self, name: str) -> None:
-        """The queue forgets it; the thread says so."""
+        """Withdraws a piece from the queue; the thread does it."""
         if name in self._queue.under_way:
             self._queue.add(LoadGone(self._queue.now_ns(), name))
         self._wake.set()
 
     def _unlist(self, staged: _Staged) -> None:
-        """Removes it from the table."""
+        """Removes a read from the table."""
         if staged.listed:
             staged.listed = False
             for key in staged.read.keys:
                 self._by_key.pop((staged.read.stored_pool.name, key.tobytes()), None)
 
     def stats(self, stored_pool: StoredPool) -> dict[str, Any]:
-        """How pieces of a pool overlap, by path: see PieceTrials."""
+        """Statistics of a pool's pieces, by path; see PieceTrials."""
         return self._trials.stats(stored_pool)
 
     def _run(self) -> None:
@@ -255,12 +255,12 @@ class ReadAhead(Owned):
         while not self._stop:  # ended by close()
             self._wake.wait(_IDLE_S)
             self._wake.clear()
-            while self._fill(flying):  # bounded by what is noted
+            while self._fill(flying):  # bounded by the notes
                 self._finish(*flying.popleft())
             self._trials.rest()
 
     def _fill(self, flying: deque[tuple[_Staged, Flight]]) -> bool:
-        """Starts as many pieces as may be under way; whether any is."""
+        """Starts as many pieces as may be in flight; returns whether any is."""
         while len(flying) < (flying[0][1].most if flying else 1):
             staged = self._next()
             if staged is None:
@@ -271,7 +271,7 @@ class ReadAhead(Owned):
                 flight = self._trials.begin(read.stored_pool, read.keys, most, time.monotonic())
                 read.start()
             except Exception as error:
-                # The thread must live; batches read for themselves what is not staged.
+                # The thread must survive; batches read pages that are not staged.
                 self._failed(staged, error)
                 continue
             for _, other in flying:
@@ -287,7 +287,7 @@ class ReadAhead(Owned):
             self._failed(staged, error)
 
     def _next(self) -> _Staged | None:
-        """Announces the next piece, or claims the one that was issued; None where neither is."""
+        """Claims the issued piece, or announces the next one; None if none was issued."""
         with self._changed:
             if self._piece is None and not self._stop and self._breaker.closed:
                 self._piece = self._find()
@@ -302,7 +302,7 @@ class ReadAhead(Owned):
             return self._claim(piece)
 
     def _find(self) -> _Piece | None:
-        """The next piece to read: for the request that has waited for longest."""
+        """The next piece to read, for the request that has waited longest."""
         for rid, note in list(self._notes.items()):
             while note.next_pool < len(note.wanted):
                 stored_pool, keys = note.wanted[note.next_pool]
@@ -316,7 +316,7 @@ class ReadAhead(Owned):
         return None
 
     def _missing(self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys) -> list[int]:
-        """The next keys that are not staged yet, by row."""
+        """Rows of the next keys that are not staged."""
         most, rows = self._most_pages(stored_pool), list[int]()
         while note.next_row < len(keys) and len(rows) < most:
             place = self._by_key.get((stored_pool.name, keys[note.next_row].tobytes()))
@@ -328,12 +328,12 @@ class ReadAhead(Owned):
         return rows
 
     def _most_pages(self, stored_pool: StoredPool) -> int:
-        """Pages of a whole piece."""
+        """Number of pages of a whole piece."""
         most_nbytes = min(_PIECE_NBYTES, self._limit_nbytes // _PIECES_MIN)
         return max(1, min(_PIECE_PAGES, most_nbytes // stored_pool.page_nbytes))
 
     def _announce(self, piece: _Piece) -> None:
-        """Whole: what is staged is found by key, with all its layers."""
+        """Announces a piece with all layers, because staged pages are found by key."""
         layout = piece.stored_pool.store.layout
         known = LoadKnown(
             self._queue.now_ns(),
@@ -349,13 +349,13 @@ class ReadAhead(Owned):
         self._queue.add(known)
 
     def _claim(self, piece: _Piece) -> _Staged | None:
-        """Staging for a piece that was issued; None when there is none."""
+        """Allocates staging for an issued piece; None if there is none."""
         stored_pool = piece.stored_pool
         pages = stored_pool.loads.allocate(len(piece.keys)) if self._breaker.closed else None
         if pages is None:
             self._withdraw(piece.name)
             note = self._notes[piece.rid]
-            note.next_pool = len(note.wanted)  # batches have all of staging: give up
+            note.next_pool = len(note.wanted)  # batches use all of staging: stop for this request
             return None
         read = Read(stored_pool, piece.keys, pages, staged=True, batch=piece.name, ahead=True)
         staged = _Staged(piece.name, read, {piece.rid})
@@ -370,7 +370,7 @@ class ReadAhead(Owned):
             metrics = staged.read.stored_pool.metrics
             layers = staged.read.stored_pool.store.layout.layers
             self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
-            # Here and not with the batches that use it, which may be several, or none.
+            # Counted here: any number of batches may use it.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             metrics.count("ahead_pages", len(staged.read.keys))
@@ -381,7 +381,7 @@ class ReadAhead(Owned):
         self._failed(staged, error)
 
     def _failed(self, staged: _Staged, error: Exception | None) -> None:
-        """Removes it from the table.  error: None for a medium that did not answer in time."""
+        """Removes a failed read from the table.  error: None for a timeout of the medium."""
         if not isinstance(error, KeyMissing):
             what = "timeout" if error is None else type(error).__name__
             self._log_error(f"read-ahead: {what}", error or "the medium does not answer")
@@ -390,13 +390,13 @@ class ReadAhead(Owned):
         with self._changed:
             self._unlist(staged)
             staged.rids.clear()
-            self._withdraw(staged.name)  # reads of the batch that took it may wait for its end
+            self._withdraw(staged.name)  # reads of a batch that took it may wait for it
             if staged in self._staged:
                 self._drop_unwanted(staged)
 
 
 def _same(old: Sequence[tuple[StoredPool, Keys]], new: Sequence[tuple[StoredPool, Keys]]) -> bool:
-    """Whether both want the same, judged by the first and last key of each stored_pool."""
+    """Whether both name the same pages; compares the first and last key of each stored_pool."""
     return [*map(_ends, old)] == [*map(_ends, new)]
 
 

@@ -1,4 +1,4 @@
-"""One read of one pool's objects on its way into staging, or into SGLang's pages directly."""
+"""One read of objects of one pool, into staging or directly into SGLang's pages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tutti.transfers.tickets import LoadTicket
 
 
 class Read:
-    """Objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
+    """A read of objects ``keys`` (n, 16) into ``pages`` (n,).  Thread-safe.
 
-    staged: the pages are in the stored pool's staging, else in SGLang's own pool.
+    staged: whether the pages are in the stored pool's staging; else they are in SGLang's pool.
     batch, ahead: as for ObjectStore.load.
     """
 
@@ -43,22 +43,22 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """What is read from the medium."""
+        """Bytes read from the medium."""
         return len(self.keys) * self.stored_pool.page_nbytes
 
     @property
     def ended_s(self) -> float:
-        """Monotonic; the end of the medium's part, and the beginning until then."""
+        """time.monotonic() at the end of the medium's part; before that, of the begin."""
         return (self._ticket._read_s() if self._ticket is not None else 0.0) or self._settled_s
 
     @property
     def has_failed(self) -> bool:
-        """Whether some of it is known to be wrong."""
+        """Whether a part of it is known to have failed."""
         ticket = self._ticket
         return self.error is not None or (ticket is not None and ticket.failed().size > 0)
 
     def start(self) -> None:
-        """Submits the read, on a thread that may wait; a failure is raised to waiters."""
+        """Submits the read, on a thread that may block; a failure is raised to waiters."""
         pool = self.stored_pool.loads.memory if self.staged else self.stored_pool.memory
         self.began_s = self._settled_s = time.monotonic()
         try:
@@ -75,16 +75,16 @@ class Read:
         self._settled_s = time.monotonic()
 
     def join(self, batch: str) -> None:
-        """A batch takes what was read ahead: the step that calls for it waits for this read."""
+        """Assigns a read ahead to a batch: the batch's step waits for it."""
         scheduler, mine = self.stored_pool.store.scheduler, self._batch
         self._batch = batch
         if scheduler is not None:
             scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
 
     def order_stream(self, stream: int, layer: int) -> None:
-        """Lets a stream of the GPU wait for one of the layers of SGLang's pool, once started.
+        """Makes a GPU stream wait for a layer of SGLang's pool; the read must have been started.
 
-        It goes on too when the read failed.  Raises why it could not be started.
+        The stream also continues if the read fails.  Raises the error of a failed start.
         """
         if self.error is not None:
             raise self.error
@@ -92,7 +92,7 @@ class Read:
             self._ticket.order_stream(stream, layer)
 
     def wait_layer(self, layer: int, deadline_s: float) -> None:
-        """Returns when one of the layers of SGLang's pool is in ``pages``.  Raises TuttiError."""
+        """Waits until a layer of SGLang's pool is in ``pages``.  Raises TuttiError."""
         if not self._started.wait(max(0.0, deadline_s - time.monotonic())):
             raise DeviceTimeout("the load was not started in time")
         if self.error is not None:
@@ -102,7 +102,7 @@ class Read:
             self._ticket.wait_layer(own, max(0.001, deadline_s - time.monotonic()))
 
     def wait_over(self, deadline_s: float) -> bool:
-        """Waits until the device is done with ``pages``; returns whether it is."""
+        """Waits until the device does not use ``pages`` any more; False after the deadline."""
         left_s = max(0.0, deadline_s - time.monotonic())
         if not self._started.wait(left_s):
             return False
@@ -110,14 +110,14 @@ class Read:
             return self._ticket.wait_settled(left_s)
         if isinstance(self.error, PagesInUse):
             return self.error.wait_settled(max(0.0, deadline_s - time.monotonic()))
-        return True  # the store began nothing, or ended it
+        return True  # the store began nothing, or has ended it
 
     def is_over(self) -> bool:
-        """Whether the device is done with ``pages``."""
+        """Whether the device does not use ``pages`` any more."""
         return self.wait_over(0.0)
 
     def outcome(self) -> Exception | None:
-        """Why a read that is over failed, or None."""
+        """The error of a read that has ended, or None."""
         if self.error is None and self._ticket is not None:
             try:
                 self._ticket.wait(0.001)
@@ -126,6 +126,6 @@ class Read:
         return self.error
 
     def retire(self) -> None:
-        """Frees staging as soon as the device is done with it."""
+        """Frees staging as soon as the device does not use it any more."""
         assert self.staged, "SGLang frees its own pages"
         self.stored_pool.loads.retire(self.pages, self.is_over)

@@ -1,8 +1,8 @@
-"""The layers of one batch on their way into pages in GPU memory.
+"""Copies the layers of one batch into pages in GPU memory.
 
 The loader's thread enqueues everything on the GPU's `copy_stream`: for each layer the waits for its
-reads, the copies from staging and to further slots, and an event. The consumer of a layer makes its
-own stream wait for the event, and blocks only until the event was enqueued.
+reads, the copies from staging and to repeated pages, and an event. The consumer of a layer makes
+its own stream wait for the event, and blocks only until the event was enqueued.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tutti.integration.sglang.direct.reads import Read
 
 
 class Fence:
-    """Events recorded on SGLang's streams.  On the CPU they have always happened.
+    """Events recorded on SGLang's streams; none on a CPU.
 
     The events are those of SGLang's `record_offload_ready`: one on the scheduler's stream, which
     computed the slots, and one on the forward's, which may still use the pages.
@@ -32,11 +32,11 @@ class Fence:
         self.events = list(events)
 
     def wait(self, deadline_s: float) -> None:
-        """Returns when all have happened.  Raises DeviceTimeout at the deadline (monotonic)."""
+        """Waits for all events.  Raises DeviceTimeout at the deadline (time.monotonic())."""
         self._wait(self.events, deadline_s)
 
     def wait_slots(self, deadline_s: float) -> None:
-        """As `wait`, for the first event alone: then the slots are known."""
+        """Waits for the first event only: the slots are known then."""
         self._wait(self.events[:1], deadline_s)
 
     @staticmethod
@@ -50,7 +50,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Copy:
-    """Rows (m,) of a read, as pages of its memory, that go to SGLang's pages (m,)."""
+    """Rows (m,), page numbers in a read's memory, to copy to SGLang's pages (m,)."""
 
     read: Read
     rows: Pages
@@ -59,7 +59,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class PoolReadPlan:
-    """What to read for one pool, what was read ahead, and where it all goes."""
+    """The reads for one pool: fresh ones, ones that were read ahead, and the copies of both."""
 
     fresh: Sequence[Read]
     ahead: Sequence[Read]
@@ -67,29 +67,29 @@ class PoolReadPlan:
 
 
 class StagingCopier:
-    """What one batch has on the stream.  layers: transfer layers of the model.
+    """One batch's work on the stream.  layers: number of the model's transfer layers.
 
-    name: of the batch.  waited_s: how long the forward's stream waited, as far as that was seen.
-    free_s, ended_s: monotonic; when the previous batch was done with the pages, and when the stream
-    was through.  0 for what was not seen.  A thread polls, as no other thread waits for a GPU.
+    name: of the batch.  waited_s: seconds that the forward's stream was seen to wait.
+    free_s, ended_s: time.monotonic() when the previous batch did not use the pages any more, and
+    when the stream had finished; 0 if not seen.  A thread polls for these.
     """
 
     def __init__(self, gpu: Gpu, layers: int, name: str = "") -> None:
         self._gpu = gpu
-        self._events: list[int] = []  # by layer, and the last one: after all, or what failed
+        self._events: list[int] = []  # one per layer, and one after all
         gpu.events.acquire(layers + 1, self._events)
         self._changed = threading.Condition()
-        self._enqueued = 0  # layers that were enqueued in full
-        self._over = False  # nothing more will be
+        self._enqueued = 0  # layers that were enqueued completely
+        self._over = False  # nothing more will be enqueued
         self._is_marked = False
         self._layers = layers
-        self._looking = threading.Lock()  # at the last event, which is another's once given back
+        self._looking = threading.Lock()  # for the last event, which is reused once released
         self._name = name
         self._marks = gpu.marks(layers)
         self.free_s = self.ended_s = self.waited_s = 0.0
 
     def watch(self, fence: Fence, deadline_s: float) -> None:
-        """Notes the times; the fence is that of the pages."""
+        """Starts to poll for the times; fence: of the pages."""
         work = partial(self._watch, fence, deadline_s)
         threading.Thread(target=work, name="tutti-staging-copy", daemon=True).start()
 
@@ -100,10 +100,10 @@ class StagingCopier:
             left_s = max(0.0, deadline_s - time.monotonic())
             wait_until(self._look, left_s)
         except (CudaError, DeviceTimeout):
-            return  # the thread that ends the batch gets the same error
+            return  # the thread that ends the batch reports this error
 
     def _look(self) -> bool:
-        """Reports layers that the forward has begun; whether nothing more is waited for."""
+        """Reports layers that the forward has begun; returns whether all waits have ended."""
         marks = self._marks
         for layer, waited_s in marks.look() if marks is not None else ():
             self.waited_s += waited_s
@@ -111,7 +111,7 @@ class StagingCopier:
         return self._over and self._is_through() and (marks is None or marks.is_through)
 
     def copy_layer(self, plans: Sequence[PoolReadPlan], deadline_s: float) -> None:
-        """Enqueues all layers; the reads are started.  Waits for what was read ahead."""
+        """Enqueues all layers; the reads must have been started.  Waits for reads ahead."""
         for layer in range(self._layers):
             for plan in plans:
                 self._order(plan, layer)
@@ -137,20 +137,20 @@ class StagingCopier:
                 read.stored_pool.copy_layer(own, copy.rows, copy.targets, staged=read.staged)
 
     def end(self) -> None:
-        """Marks the end on the stream, and wakes all waiters."""
+        """Records the last event on the stream, and wakes all waiters."""
         try:
             self._gpu.driver.record_event(self._events[-1], self._gpu.copy_stream)
             self._is_marked = True
         except CudaError:
-            self._is_marked = False  # then the whole stream tells
+            self._is_marked = False  # the state of the whole stream is used instead
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def order(self, layer: int, deadline_s: float) -> bool:
-        """Lets the caller's stream wait for a layer; False at the deadline.
+        """Makes the caller's stream wait for a layer; False at the deadline.
 
-        It also goes on after a layer that failed: the batch raises at its end.
+        The stream also continues after a failed layer: the batch reports that at its end.
         """
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -167,7 +167,7 @@ class StagingCopier:
         return True
 
     def wait_over(self, deadline_s: float) -> bool:
-        """Waits until the stream is through with the batch; whether it is."""
+        """Waits until the stream has finished the batch; False at the deadline."""
         if not self._wait_stream(deadline_s):
             return False
         self._gpu.events.release(self._events)

@@ -20,8 +20,8 @@ from tutti.memory.host_memory import HostMemory
 class StagingPages(Owned):
     """Pages in registered memory on hugepages.  Thread-safe.
 
-    nbytes: rounded down to whole pages; none if it is less than one page.
-    views_of: how SGLang's pool sees that memory.
+    nbytes: rounded down to whole pages; less than a page gives no pages.
+    views_of: returns views of the memory like those of SGLang's pool.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StagingPages(Owned):
             self.views = [] if views_of is None else views_of(self.memory)
 
     def allocate(self, pages: int) -> Pages | None:
-        """Numbers of ``pages`` pages, or None when there are not so many."""
+        """Allocates ``pages`` pages; returns their numbers, or None if too few are free."""
         with self._lock:
             self._reclaim()
             if pages > self._free.size:
@@ -48,18 +48,18 @@ class StagingPages(Owned):
             return taken
 
     def release(self, pages: Pages) -> None:
-        """Takes pages back that nothing touches any more."""
+        """Frees pages that are not in use any more."""
         with self._lock:
             self._free = np.sort(np.concatenate((pages, self._free)))
 
     def retire(self, pages: Pages, is_over: Callable[[], bool]) -> None:
-        """Takes pages back as soon as ``is_over()``: until then a device may still use them."""
+        """Frees pages once ``is_over()``; until then a device may still use them."""
         with self._lock:
             self._retired.append((is_over, pages))
 
     @property
     def free(self) -> int:
-        """Pages that can be allocated."""
+        """Number of free pages."""
         with self._lock:
             self._reclaim()
             return int(self._free.size)
@@ -71,5 +71,5 @@ class StagingPages(Owned):
                 over.append(pages)
             else:
                 waiting.append((is_over, pages))
-        # All at once: the callbacks may raise, and no page may be free twice.
+        # Assigned together: callbacks may raise, and no page may be freed twice.
         self._free, self._retired = np.sort(np.concatenate(over)), waiting

@@ -12,19 +12,19 @@ from tutti.gio_uring.gpu.stream_queue import Needed
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.identity import ParallelRank
 
-#: Layers of a transfer that have a place: two move while two are read.
+#: Layers of a transfer with a place in staging: two are copied while two are read.
 _LAYERS = 4
 _FLOOR_NBYTES = 64 * MiB
 _CEILING_NBYTES = 4096 * MiB
-#: Of the node's memory, for one direction of all pools of all ranks.  Not of what is free: a device
-#: engine loads no more than fits, and ranks must answer a load alike.
+#: Share of the node's memory for one direction of all pools of all ranks.  Not of free memory: a
+#: device engine loads only what fits, and all ranks must give the same answer to a load.
 _NODE_SHARE = 1 / 16
 _LBA_NBYTES = 4096
 
 
 @dataclass(frozen=True)
 class StagingSize:
-    """Bytes for loads and as many for stores, and the reason for their number.
+    """Bytes of staging for loads, and as many for stores, and the reason for the size.
 
     pages: of the longest load.
     """
@@ -37,8 +37,8 @@ class StagingSize:
 def staging_sizes(
     options: Mapping[str, Any], group: KvPoolGroup, parallel_rank: ParallelRank
 ) -> dict[str, StagingSize]:
-    """Sizes for every pool.  Pools of states and windows have few pages per context, so they get
-    the minimum.  The ranks of a node share its memory, and get the same sizes.
+    """Sizes by pool.  Pools of states and windows have few pages per context, so they get the
+    minimum.  The ranks of a node share its memory, and get equal sizes.
     """
     asked = options["gpu_staging"]
     by_page = [pool for pool in group.pools.values() if not pool.trailing]

@@ -24,14 +24,14 @@ _KNOWN_KEYS = 16
 
 
 class StoredPool:
-    """Where the pages of one KV pool are kept.
+    """A KV pool of SGLang, and the store of its pages.
 
-    memory: SGLang's pages for direct transfers; None where everything goes through staging.
+    memory: SGLang's pages for direct transfers; None if everything goes through staging.
     namespace: of its puts.
-    loads, stores: staging of either direction, with views like those of SGLang's pool.
-    gpu: where the pages are; None for host memory.  gpu_staging: of the engine that moves them.
-    events: who is told what was stored, set where that is wanted.
-    known: some of the objects that were stored, or whose load failed last.
+    loads, stores: staging for each direction, with views like those of SGLang's pool.
+    gpu: the GPU with the pages; None for host memory.  gpu_staging: of the engine that moves them.
+    events: KV events of stored pages; None if they are not published.
+    known: some objects that were stored, or whose load failed last.
     """
 
     def __init__(
@@ -83,43 +83,43 @@ class StoredPool:
 
     @property
     def batch_pages_max(self) -> int | None:
-        """Returns how many pages one batch can load; None: unlimited."""
+        """Most pages that one batch can load; None: unlimited."""
         return self.loads.pages if self.memory is None else self._read_pages_max
 
     @property
     def reads_directly(self) -> bool:
-        """Whether a batch's own reads go to SGLang's pages without the staging here."""
+        """Whether reads of batches go to SGLang's pages without this object's staging."""
         return self.gpu is not None and self.memory is not None
 
     def present(self, keys: Keys) -> Mask:
-        """Which of these keys (n, 16) need not be stored, (n,); routers are told of them."""
+        """Which of keys (n, 16) are stored already, (n,); publishes events of them."""
         try:
             there = self.store.present(keys)
-        except TuttiError:  # what is stored for nothing costs less than what is not
+        except TuttiError:  # storing a page twice costs less than not storing it
             return np.zeros(len(keys), np.bool_)
         if self.events is not None and there.any():
             self.events.stored(keys[there], np.ones(np.count_nonzero(there), np.bool_))
         return there
 
     def remember(self, keys: Keys) -> None:
-        """Objects (n, 16) that are in the store, or were: a probe may read them."""
+        """Remembers objects (n, 16) that are or were stored; a probe may read them."""
         self.known.extend(key.tobytes() for key in keys[-2:])
 
     def page_numbers(self, slots: torch.Tensor, pages: int) -> Pages:
-        """See KvPool.page_numbers; waits for no more of a GPU than the slots."""
+        """See KvPool.page_numbers; on a GPU, waits only for the slots."""
         if self.gpu is None:
             return self.kv_pool.page_numbers(slots, pages)
         with self.gpu.streams.on_side_stream():
             return self.kv_pool.page_numbers(slots, pages)
 
     def _reached(self, staging: StagingPages) -> Spans:
-        """Staging at the GPU's addresses; empty without a GPU."""
+        """Spans of staging at the GPU's addresses; empty without a GPU."""
         if self.gpu is None or staging.memory is None:
             return []
         return spans_of(staging.views, self.gpu.pin(self.store, staging.memory))
 
     def copy_layer(self, layer: int, rows: Pages, targets: Pages, *, staged: bool) -> None:
-        """Enqueues `copy_from_staging` on the GPU; without ``staged`` copies between pages."""
+        """Enqueues copies to ``targets`` on the GPU, from staging or (not staged) other pages."""
         assert self.gpu is not None, "pages in GPU memory"
         target = self.kv_pool.spans[layer]
         source = self._load_spans[layer] if staged else target
@@ -137,7 +137,7 @@ class StoredPool:
     def copy_out(self, pages: Pages, staged: Pages, timeout_s: float) -> None:
         """Copies SGLang's ``pages`` into staging for stores.
 
-        Raises DeviceTimeout or CudaError from a GPU, which may then still read the pages.
+        Raises DeviceTimeout or CudaError; the GPU may still read the pages then.
         """
         if self.gpu is not None:
             for there, here in zip(self._store_spans, self.kv_pool.spans, strict=True):
@@ -150,9 +150,9 @@ class StoredPool:
 
 
 def split_nbytes(nbytes: int, pools: Sequence[KvPool], kv_share: float) -> dict[str, int]:
-    """Bytes for each pool: pools by KV page get ``kv_share`` of them, as many pages each.
+    """Bytes by pool: pools with KV pages get ``kv_share`` of them, with equally many pages.
 
-    The others, whose objects are states, share the rest equally, and get one object at least.
+    Other pools, whose objects are states, share the rest equally, and get at least one object.
     """
     by_page = [pool for pool in pools if not pool.trailing]
     states = [pool for pool in pools if pool.trailing]

@@ -1,8 +1,8 @@
-"""Copies of many short pieces by one kernel for each layer, found through a table of addresses.
+"""Copies many short segments with one kernel per layer, which reads a table of addresses.
 
-The kernel is Triton's, which every SGLang on a GPU has; it is compiled and loaded when a pool is
-opened, because loading code later may wait for what is on the streams.  A copy engine pays for each
-piece (see `mover`), and a page that the linker packs into one object has hundreds of them.
+The kernel is written in Triton, which every SGLang on a GPU has.  It is compiled and loaded when a
+pool is opened, because loading code later may wait for the streams.  A copy engine has a cost per
+segment (see `mover`), and a page that the linker packs into one object has hundreds of them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, PinnedStaging
 from tutti.gio_uring.memory import view_at
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
 
-#: Tables of layers that wait for the SSD.
+#: Memory for the tables of layers that wait for the SSD.
 _TABLES_NBYTES = 8 * MiB
 _UNITS_NBYTES = (16, 4, 1)
 _BLOCK_NBYTES, _WARPS = 8192, 4
-#: No more multiprocessors are taken from the model.
+#: Blocks of the kernel, which limit the multiprocessors that it takes from the model.
 _PROGRAMS = 16
-#: What Triton adds to the arguments: addresses of scratch memory, of which this kernel has none.
+#: Triton's additional arguments: addresses of scratch memory, which this kernel does not use.
 _SCRATCH = [(0, ctypes.c_void_p)] * 2
 
 
 class TableCopies(Owned):
     """The kernel, and pinned memory for its tables.  Thread-safe.
 
-    Raises Unsupported where Triton cannot compile for the GPU, CudaError from the driver.
+    Raises Unsupported if Triton cannot compile for the GPU, CudaError from the driver.
     """
 
     def __init__(self, driver: Driver, events: EventPool) -> None:
@@ -56,7 +56,7 @@ class TableCopies(Owned):
         self, stream: int, targets: Sequence[Span], to: Pages, sources: Sequence[Span], of: Pages
     ) -> bool:
         """Enqueues the copies of pages ``of`` (n,) to ``to`` (n,) if they are many and short;
-        whether it did.
+        returns whether it did.
         """
         count = len(to) * len(targets)
         if count < FRAGMENTS_MIN or not are_short(targets):
@@ -65,7 +65,7 @@ class TableCopies(Owned):
         owner = LeaseOwner(self)
         try:
             lease = self._tables.arena.lease(table.nbytes, 0.0, owner)
-        except (CapacityError, DeviceTimeout):  # many layers wait for the SSD
+        except (CapacityError, DeviceTimeout):  # tables of many layers that wait for the SSD
             return False
         view_at(lease.address, table.nbytes).view(np.int64)[:] = table
         address = lease.address + self._tables.pinned.device_address - self._tables.pinned.address
@@ -83,7 +83,7 @@ class TableCopies(Owned):
             self._events.acquire(1, event)
             self._driver.launch(function, programs, 32 * _WARPS, arguments, stream)
             self._driver.record_event(event[0], stream)
-        except BaseException:  # no event tells whether the table is still read
+        except BaseException:  # without an event, the table may still be in use
             owner.is_free = partial(self._driver.is_stream_done, stream)
             self._events.release(event)
             raise
@@ -98,7 +98,7 @@ class TableCopies(Owned):
         return True
 
     def close(self) -> None:
-        """Releases everything; nothing may be on the streams, which are still there."""
+        """Frees everything; the streams must be idle and not destroyed yet."""
         assert not self._tables.arena.in_use, "nothing is on the streams"
         for module in self._modules:
             self._driver.unload_module(module)
@@ -107,12 +107,12 @@ class TableCopies(Owned):
 
 
 def are_short(spans: Sequence[Span]) -> bool:
-    """Whether a kernel copies segments like these faster than a copy engine."""
+    """Whether a kernel copies such segments faster than a copy engine."""
     return sum(span.nbytes for span in spans) < len(spans) * FRAGMENT_NBYTES_MIN
 
 
 def compile_for(architecture: str, unit_nbytes: int) -> bytes:
-    """The kernel's code for a GPU such as "sm_90"; Triton keeps it on disk."""
+    """The kernel's code for a GPU such as "sm_90"; Triton caches it on disk."""
     try:
         import triton
         from triton.backends.compiler import GPUTarget

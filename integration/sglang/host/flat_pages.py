@@ -1,4 +1,4 @@
-"""SGLang's older storage calls hand over one flat tensor per page: a copy through staging."""
+"""SGLang's older storage calls, with one flat tensor per page, which are copied through staging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STAGING_PAGES_MAX = 64
 class FlatPages:
     """Pages as flat tensors: K of all layers, then V of all layers, as SGLang flattens a page.
 
-    Staging is ordered [segment][page][layer], so that a page's part of each segment is one piece.
+    Staging is ordered [segment][page][layer], so that a page's part of each segment is contiguous.
     """
 
     def __init__(self, store: HostStore) -> None:
@@ -30,7 +30,7 @@ class FlatPages:
     def read(
         self, keys: Sequence[str], targets: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Fills the tensors; None for each page that is not there or does not fit its tensor."""
+        """Fills the tensors; None for each page that is not stored or does not fit its tensor."""
         answers: list[torch.Tensor | None] = []
         with self._lock:
             pool = self._staging()
@@ -46,7 +46,7 @@ class FlatPages:
         return answers + [None] * (len(keys) - len(answers))
 
     def write(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
-        """Stores the tensors; whether all of them are stored."""
+        """Stores the tensors; returns whether all of them are stored."""
         with self._lock:
             pool = self._staging()
             if pool is None:

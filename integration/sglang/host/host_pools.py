@@ -1,7 +1,7 @@
-"""SGLang's host pools as Tutti sees them: which fragments a page has, and where they lie.
+"""SGLang's host pools in Tutti's terms: the fragments of a page, and their addresses.
 
-Asked of the pool itself through `get_page_buffer_meta`, which SGLang offers for zero-copy storage:
-every pool kind that answers it in an affine way is understood without knowing its class.
+They come from the pool's `get_page_buffer_meta`, which SGLang has for zero-copy storage: any kind
+of pool is supported if its addresses are affine functions of the page number.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # include/uapi/asm-generic/mman-common.h
 _HUGEPAGE_NBYTES = 2 << 20
-COLLAPSING = "tutti-hugepages"  # the thread of HiCache's storage that collapses a pool
+COLLAPSING = "tutti-hugepages"  # name of the thread that collapses a pool
 _COLLAPSE_STEP_NBYTES = 64 << 20
-#: Before each round.  A round ends after so many failures in a row: each of them compacts memory.
+#: Pause before each round.  A round ends after repeated failures: each makes the kernel compact.
 _COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)
 _COLLAPSE_FAILURES = 16
-_COLLAPSE_REST = 3  # times as long as a piece took: a quarter of one processor is used
+_COLLAPSE_REST = 3  # pause, in times of a piece: so it uses a quarter of one processor
 
 
 class PageFragments:
-    """The fragments of page 0, and how far each one moves from page to page.
+    """The fragments of page 0, and the distance of each from page to page.
 
-    addresses, sizes, strides: bytes, (layers, segments).
+    addresses, sizes, strides: (layers, segments), sizes and strides in bytes.
     """
 
     def __init__(self, host_pool: Any, name: str) -> None:
-        """Raises Unsupported when the pool's pages cannot be addressed by arithmetic."""
+        """Raises Unsupported if the addresses are not affine functions of the page number."""
         if not hasattr(host_pool, "page_num"):
             raise Unsupported(
                 f"host pool {name!r} ({type(host_pool).__name__}) has no pages of its own in "
@@ -81,7 +81,7 @@ class PageFragments:
 
     @property
     def layers(self) -> int:
-        """Layers that are objects' slices; 1 where a page is one fragment per segment."""
+        """Number of layers of an object; 1 if a page has one fragment per segment."""
         return int(self.addresses.shape[0])
 
     @property
@@ -90,7 +90,7 @@ class PageFragments:
         return tuple(int(size) for size in self.sizes[0])
 
     def buffers(self) -> list[tuple[int, int]]:
-        """The (address, nbytes) ranges that hold all pages, neighbours merged."""
+        """The (address, nbytes) ranges of all pages; adjacent ones are merged."""
         starts = self.addresses.reshape(-1)
         reach = (self.strides * (self.pages - 1) + self.sizes).reshape(-1)
         merged: list[tuple[int, int]] = []
@@ -104,7 +104,7 @@ class PageFragments:
 
 
 def shape_of(host_pool: Any, name: str, fragments: PageFragments) -> PageShape:
-    """What goes into the fingerprint."""
+    """The page shape for the fingerprint."""
     heads = ("head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
     found = [getattr(host_pool, attribute, None) for attribute in heads]
     return PageShape(
@@ -122,14 +122,14 @@ def shape_of(host_pool: Any, name: str, fragments: PageFragments) -> PageShape:
 
 
 def _kind_of(host_pool: Any) -> str:
-    """What the bytes mean.  A pool of Mamba states has two types, of which `dtype` is one."""
+    """The kind of KV.  A pool of Mamba states has two data types, of which `dtype` is one."""
     kind = "mla" if hasattr(host_pool, "kv_lora_rank") else type(host_pool).__name__
     states = getattr(host_pool, "temporal_dtype", None)
     return kind if states is None else f"{kind}-{str(states).removeprefix('torch.')}"
 
 
 def host_pool_of(layout: KVLayout, fragments: PageFragments, owner: Any) -> HostMemory:
-    """The pool's memory, to be registered with a store; `owner` keeps it alive."""
+    """The pool's memory for ObjectStore.register; `owner` keeps it alive."""
     memory = PagedMemory(
         np.ascontiguousarray(fragments.addresses, np.uint64),
         tuple(int(stride) for stride in fragments.strides[0]),
@@ -140,9 +140,9 @@ def host_pool_of(layout: KVLayout, fragments: PageFragments, owner: Any) -> Host
 
 
 def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.Event) -> str:
-    """Asks for hugepages below ranges of memory: "advise" or "collapse" (which takes a while).
+    """Requests hugepages for ranges of memory; how: "advise", or "collapse" (slow).
 
-    Returns why not, or an empty string.  An optimisation: its failure changes nothing else.
+    Returns the reason of a failure, or "".  A failure affects only speed.
     """
     ranges = []
     for address, nbytes in buffers:
@@ -158,8 +158,8 @@ def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.E
 
 
 def _collapse(ranges: list[tuple[int, int]], stop: threading.Event) -> str:
-    """Again and again, in ever shorter pieces: the kernel leaves a piece at the first large page
-    that it cannot find or build, and memory that is full or pinned now may not be later.
+    """Collapses in rounds, in ever shorter pieces: the kernel stops within a piece at the first
+    large page that it cannot find or build, and memory may be free or unpinned later.
     """
     step, code = _COLLAPSE_STEP_NBYTES, 0
     for pause_s in _COLLAPSE_PAUSES_S:
@@ -195,7 +195,7 @@ def _pieces(ranges: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """0, or the number of the error."""
+    """Calls madvise(2); returns 0 or errno."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return ctypes.get_errno() if madvise(address, nbytes, advice) else 0
@@ -225,10 +225,10 @@ def _meta(host_pool: Any, page: int, name: str) -> tuple[Any, Any]:
 
 
 def _shape(fragments: int, layout: str, model_layers: int, name: str) -> tuple[int, int]:
-    """(layers, segments) of so many fragments.
+    """(layers, segments) of a page with this number of fragments.
 
-    Memory ordered by layer has one fragment per layer, K and V alternating; memory ordered by page
-    has one for all layers, so that such an object is one slice: few, long descriptors.
+    Layer-first memory has a fragment per layer, alternately K and V.  Page-first memory has one for
+    all layers, so that such an object is one slice, with few, long descriptors.
     """
     layers = model_layers if layout == "layer_first" else 1
     if fragments % layers or not 1 <= fragments // layers <= SEGMENTS_MAX:

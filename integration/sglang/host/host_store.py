@@ -1,7 +1,7 @@
-"""One of SGLang's host pools and the Tutti pool behind it: pages by hash, never an exception.
+"""One of SGLang's host pools and its Tutti pool: pages by hash, and calls that do not raise.
 
-Every call ends in an answer: what cannot be had is a miss, what cannot be stored is not stored;
-each is counted, logged once per kind, and summed up each minute.
+A page that cannot be loaded is a miss, and one that cannot be stored is not stored. Errors are
+counted, logged once per kind, and summarized each minute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _HOLD_S = 60.0
 _HOLD_ROUNDS = 1440
-_IDLE_S = 60.0  # SGLang gives a prefetch up within 30 s
+_IDLE_S = 60.0  # SGLang cancels prefetches after at most 30 s
 
 
 class HostStore:
@@ -71,10 +71,10 @@ class HostStore:
         self._page_tokens = page_tokens
         self._namespace = namespace
         self._watch = watch
-        # A command fails after timeout_s; a batch may wait for others' before it starts.
+        # A command fails after timeout_s; before it starts, a batch may wait for others.
         self._timeout_s = 4 * timeout_s
         self._second_touch = SecondTouch(metrics) if second_touch else None
-        self.events: DiskEvents | None = None  # set before use where they are wanted
+        self.events: DiskEvents | None = None  # set before use if they are published
         self.pages_moved = False  # set when the host pool was moved to large pages
         self._moving: set[int] = set()
         self._closed = False
@@ -83,18 +83,18 @@ class HostStore:
 
     @property
     def moving(self) -> bool:
-        """Whether a thread loads or stores, and with it the device may use host pages."""
+        """Whether a thread is loading or storing, so that the device may use host pages."""
         return bool(self._moving)
 
     def keys(self, hashes: Sequence[str]) -> Keys | None:
-        """ObjectKeys of page hashes; None while it is not known which weights hold."""
+        """ObjectKeys of page hashes; None while the current weights are unknown."""
         namespace = self._watch.namespace
         if namespace is None:
             return None
         return page_keys(self.store.layout.fingerprint, namespace, hashes)
 
     def match(self, hashes: Sequence[str]) -> int:
-        """Returns how many of the hashes, from the first on, are stored."""
+        """Number of hashes, from the first on, that are stored."""
 
         def look_up() -> int:
             keys = self.keys(hashes)
@@ -122,14 +122,14 @@ class HostStore:
         return self._guard("look-up", [False] * len(hashes), look_up)
 
     def load(self, hashes: Sequence[str], host_indices: Any) -> list[bool]:
-        """Reads pages into the host pool: which of them are there now, and right."""
+        """Reads pages into the host pool; returns which were found and verified."""
         failed = [False] * len(hashes)
         return self._move("load", failed, lambda: self.read(hashes, self._pages(host_indices)))
 
     def put(
         self, hashes: Sequence[str], host_indices: Any, prefix: Sequence[str] | None = None
     ) -> list[bool]:
-        """Stores pages of the host pool: which of them are stored or need not be.
+        """Stores pages of the host pool; returns which are stored or need not be.
 
         prefix: the hashes before the first one, from the beginning of the sequence.
         """
@@ -170,8 +170,8 @@ class HostStore:
     ) -> list[bool]:
         """As `put`, from pages of any registered pool.  Raises TuttiError.
 
-        What was offered for the first time, or has no namespace, is True too. What was dropped is
-        not: it ends SGLang's operation, and pages behind it would not be found.
+        Also True for pages that wait for their second offer, or while the weights are unknown.
+        False for dropped pages: it ends SGLang's operation, whose later pages could not be found.
         """
         keys = self.keys(hashes)
         if keys is None or not hashes:
@@ -226,11 +226,11 @@ class HostStore:
         return self._move("store", failed, lambda: self.write(hashes, pages, None, pool))
 
     def staging(self, pages: int, order: str) -> HostMemory | None:
-        """Fresh registered memory, or None when there is none."""
+        """New registered memory; None if there is none."""
         return self._guard("staging", None, lambda: self.store.allocate_memory(pages, order=order))
 
     def clear(self) -> bool:
-        """Forgets everything; whether that worked."""
+        """Removes all pages; returns whether that succeeded."""
 
         def forget() -> bool:
             self.store.clear()
@@ -247,9 +247,9 @@ class HostStore:
         )
 
     def tick(self, now_s: float) -> None:
-        """Refreshes, reports, and unpins what look-ups found when none came for a minute.
+        """Updates counters, logs, and unpins found pages after a minute without look-ups.
 
-        now_s: monotonic.  Call it about once a second.
+        now_s: time.monotonic().  Call it about once a second.
         """
         self.refresh()
         if (events := self.events) is not None:
@@ -263,7 +263,7 @@ class HostStore:
             self._guard("unpin", None, self.store.unpin)
 
     def close(self) -> None:
-        """Ends what is under way and closes the store."""
+        """Waits for transfers and closes the store."""
         if not self._closed:
             self._closed = True
             self.metrics.level("attached", 0)
@@ -274,9 +274,9 @@ class HostStore:
     def _start_load(
         self, keys: Keys, pages: npt.NDArray[np.int64], pool: HostMemory
     ) -> LoadTicket | None:
-        """Loads the longest prefix that is there; None when there is none."""
-        for _ in range(3):  # an eviction may come between look-up and load
-            # No pin: it would keep the pages long after the load, which holds them by itself.
+        """Loads the longest stored prefix; None if there is none."""
+        for _ in range(3):  # pages may be evicted between look-up and load
+            # No pin: it would outlast the load, which pins its pages itself.
             found = self.store.match(keys)
             if found == 0:
                 return None
@@ -290,12 +290,12 @@ class HostStore:
         return None
 
     def _hold(self, wait: Callable[[float], bool], what: str) -> None:
-        """Returns when the device is done with the host pages.
+        """Waits until the device does not use the host pages any more.
 
-        SGLang reuses them once this thread returns, so returning earlier could serve another
-        page's bytes. A device that does not answer holds this thread, not the server: with the
-        prefetch policy `timeout` or `best_effort` requests are computed meanwhile. After a day the
-        process ends, as it does with the linker, which raises on SGLang's main thread.
+        SGLang reuses them once this thread returns: an earlier return could serve another page's
+        bytes. A device that does not answer blocks this thread, not the server: with the prefetch
+        policy `timeout` or `best_effort` requests are computed meanwhile. After a day the process
+        exits, as with the linker, which raises on SGLang's main thread.
         """
         if wait(self._timeout_s):
             return
@@ -304,12 +304,12 @@ class HostStore:
             self.error_log.add("device holds pages", error)
             if wait(_HOLD_S):
                 return
-        # An exception would end this thread alone; SGLang stops the server when a process is gone.
+        # An exception would end only this thread; SGLang stops the server if a process exits.
         _log.critical("Tutti: %s; this process ends before wrong bytes are served", error)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _pages(self, host_indices: Any) -> npt.NDArray[np.int64]:
-        """Page numbers of SGLang's token indices, of which each page has consecutive ones."""
+        """Page numbers of SGLang's token indices; the indices of a page are consecutive."""
         first = np.asarray(host_indices, np.int64)[:: self._page_tokens]
         if (first % self._page_tokens).any():
             raise TuttiError("host indices are not aligned to pages; nothing was moved")
@@ -328,7 +328,7 @@ class HostStore:
             self.metrics.count("failed_pages", moved.size - pages, direction)
 
     def _move(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
-        """As `_guard`, and `moving` until it is over."""
+        """As `_guard`; `moving` is true meanwhile."""
         thread = threading.get_ident()
         self._moving.add(thread)
         try:
@@ -337,7 +337,7 @@ class HostStore:
             self._moving.discard(thread)
 
     def _guard(self, what: str, default: Answer, action: Callable[[], Answer]) -> Answer:
-        """The answer of `action`, or `default` after any error: SGLang's threads must live."""
+        """The result of `action`, or `default` after any error: SGLang's threads must survive."""
         try:
             return action()
         except Exception as error:

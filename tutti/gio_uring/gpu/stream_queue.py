@@ -360,8 +360,7 @@ class StreamQueue(Owned):
         return Cells(made, cells)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the streams and frees everything.  Keeps it until exit and raises DeviceTimeout
-        if they do not end."""
+        """Waits for the streams and frees everything; if they do not end, raises DeviceTimeout."""
         is_over = False
         try:
             is_over = wait_until(self.is_idle, timeout_s)
