@@ -1,11 +1,11 @@
-"""Measures the cost of the agent's socket: look-ups and plans through it and in one process.
+"""Measures the cost of the agent's socket: look-ups and plans through it, and within one process.
 
-The agent is a process of its own, as users start it.  Both pools hold the same pages; where the
-agent's is on a device, that of this process is in a temporary file.  Nothing is moved: a plan is
-asked for and given up, which the times leave out.  The calls of a round come in
-any order.  What a plan through the agent consists of is measured with it: a request that asks for
-nothing, and the socket alone, between processes on one core and on two: after a pause, in which
-both sleep, and again at once.  Then many clients, a process each, ask at the same time.
+The agent is a separate process, as users start it.  Both pools have the same pages; if the agent's
+is on a device, this process's is in a temporary file.  No pages are moved: a plan is requested and
+given up; the latter is not timed.  The calls of a round are in random order.  The parts of a plan's
+time are measured, too: an empty request, and the socket alone, between processes on one core and on
+two, after a pause in which both sleep and again at once.  At the end many clients, one process
+each, send requests at the same time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _BARS_US: dict[str, float | None] = {
     _EMPTY: None,
     **{f"{echo}, {state}": None for echo in _ECHOES for state in _STATES},
 }
-# Answers requests of a plan's size with answers of a plan's size, and does nothing else.
+# A process that answers requests of a plan's size with answers of a plan's size.
 _ECHO = """
 import os, socket, sys
 peer, request_nbytes, answer = socket.socket(fileno=0), int(sys.argv[1]), bytes(int(sys.argv[2]))
@@ -103,21 +103,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Side:
-    """One way to a pool.  plan: of keys, and what gives it up."""
+    """One access to a pool.  plan: plans a load of keys, and returns a call that gives it up."""
 
     def __init__(self, store: Store, plan: Callable[[Any], Callable[[], None]]) -> None:
         self.store, self._plan = store, plan
         self.times_us: dict[str, list[float]] = {name: [] for name in _BARS_US}
 
     def fill(self, keys: Keys) -> None:
-        """Stores the pages that are looked up."""
+        """Stores the pages for the look-ups."""
         memory = self.store.allocate_memory(len(keys))
         self.store.put(keys, range(len(keys)), memory=memory).wait(_WAIT_S)
-        self.store.load(keys, range(len(keys)), memory=memory).wait(_WAIT_S)  # digests are known
+        self.store.load(keys, range(len(keys)), memory=memory).wait(_WAIT_S)  # caches digests
         self.store.unregister(memory)
 
     def measure(self, keys: Keys, new: Keys, batch: int, rng: np.random.Generator) -> None:
-        """One call of each kind, in any order.  new: keys that no pool has."""
+        """Times one call of each kind, in random order.  new: keys that no pool has."""
         first = int(new[0, 0]) % (len(keys) - batch + 1)
         calls: dict[str, tuple[Callable[[Any], Callable[[], None]], Any]] = {
             _EMPTY: (self._look_up, keys[:0]),
@@ -160,7 +160,7 @@ def _through_socket(store: NodeStore) -> Callable[[Any], Callable[[], None]]:
 
 
 def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
-    """What the agent does for a request, without the socket and its messages."""
+    """The agent's work for a request, without the socket and its messages."""
     ended: list[Written] = []
     session = service.open_session(os.getpid(), ended.append)
 
@@ -183,7 +183,7 @@ def _in_process(service: PoolService) -> Callable[[Any], Callable[[], None]]:
 def _echo(
     request: Message, answer: Message, own: set[int], its: set[int]
 ) -> Iterator[Callable[[], float]]:
-    """Sends a request to a process that answers with as many bytes as ``answer`` has: us of a call.
+    """Times calls, in microseconds, to a process that only answers as many bytes as ``answer`` has.
 
     own, its: processors of the caller's thread, and of the process.
     """
@@ -217,7 +217,7 @@ def _echo(
 
 @contextmanager
 def _agent(pool: list[str], capacity_nbytes: int, force: list[str]) -> Iterator[str]:
-    """A process of `tutti serve` with a pool that is removed at the end; its socket."""
+    """Starts `tutti serve` with a pool that is removed at the end; yields its socket's path."""
     with ExitStack() as undo:
         folder = undo.enter_context(TemporaryDirectory())
         path = str(Path(folder, "s"))
@@ -240,7 +240,7 @@ def _agent(pool: list[str], capacity_nbytes: int, force: list[str]) -> Iterator[
 def _ask(
     path: str, size: int, keys: Keys, batch: int, ready: Any, until_s: Any, results: Any
 ) -> None:
-    """A client of many: look-ups and load plans in turns from when all are connected."""
+    """One of many clients: alternates look-ups and load plans once all are connected."""
     with NodeStore(path, _LAYOUT, size, profile=None) as store:
         plan = _through_socket(store)
         times_us: dict[str, list[float]] = {"look-up": [], "load plan": []}
@@ -257,9 +257,9 @@ def _ask(
 
 
 def _crowd(path: str, capacity_nbytes: int, keys: Keys, batch: int, clients: int) -> dict[str, Any]:
-    """What one agent answers to many clients at a time."""
+    """Measures one agent with many clients at a time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # which they all import
+    context.set_forkserver_preload([__name__])  # imported once, for all of them
     ready, until_s = context.Barrier(clients + 1), context.Value("d", 0.0)
     results = context.Queue()
     arguments = (path, capacity_nbytes, keys, batch, ready, until_s, results)
@@ -287,7 +287,7 @@ def _crowd(path: str, capacity_nbytes: int, keys: Keys, batch: int, clients: int
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Calls on both sides in turns.  Raises ConfigError, Unsupported for drives, PoolExists."""
+    """Alternates calls on both sides.  Raises ConfigError, Unsupported for drives, PoolExists."""
     rounds, pages = whole("--rounds", args.rounds, 3, 10**6), whole("--pages", args.pages, 1, 4096)
     batch = whole("--batch", args.batch, 1, pages)
     clients = whole("--clients", args.clients, 0, 256)

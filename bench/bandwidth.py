@@ -2,8 +2,8 @@
 
 Phases: `store` puts new objects, evicting once the pool is full; `retrieve` looks up and loads
 batches in random order; `layerwise` loads one long prefix and waits for layer after layer; `mixed`
-stores and retrieves at once. Files are accessed by direct I/O where they can be, so the page cache
-plays no part; the result says where they cannot. What was loaded last is compared byte by byte.
+stores and retrieves at once. Files are accessed by direct I/O if possible, so that the page cache
+has no influence; the result notes where it is not. The last loads are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -64,11 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures every shape in a pool of its own; the pools are removed.
+    """Measures every shape in a pool of its own, which is removed afterwards.
 
-    The result's `rows` have one entry for each shape and phase, `wrong` counts pages whose bytes
-    were not those that were stored.  Raises ConfigError for sizes that do not go together, and what
-    the store raises.
+    The result's `rows` have one entry per shape and phase; `wrong` counts pages with wrong bytes.
+    Raises ConfigError for sizes that do not fit together, and what the store raises.
     """
     shapes = [parse_shape(text) for text in args.shapes]
     paths = pool_file.pool_paths(args, "bandwidth")
@@ -157,10 +156,10 @@ def make_workload(
     context: int | None = None,
     memory: DeviceMemory | None = None,
 ) -> PoolWorkload:
-    """Memory within --memory, batches of --batch as far as that allows.
+    """A workload with at most --memory of memory, and batches of up to --batch.
 
-    context: tokens of the batches instead, one at a time.  memory: of a GPU.  Raises ConfigError
-    when not even one object fits, or not a whole context.
+    context: tokens per batch instead, one batch at a time.  memory: of a GPU.  Raises ConfigError
+    if not even one object fits, or not a whole context.
     """
     if context is not None:
         pages = max(1, context // PAGE_SIZE)
@@ -182,7 +181,7 @@ def make_workload(
         )
     memory_pages = _at_least_two(parse_nbytes(args.memory) // shape.object_nbytes, shape)
     inflight = min(args.inflight, memory_pages // 2)
-    # A pool must hold more than what is in flight, or every put would have to be dropped.
+    # A pool must be larger than the puts in flight, or every put would be dropped.
     share = min(memory_pages // 2, store.stats()["capacity_objects"] // 4) // inflight
     batch_pages = max(1, min(parse_nbytes(args.batch) // shape.object_nbytes, share))
     return PoolWorkload(
@@ -214,7 +213,7 @@ def rows_of(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say: how the medium was accessed, and pages with wrong bytes."""
+    """Notes below the table: how the medium was accessed, and pages with wrong bytes."""
     direct = "direct I/O" if result.get("direct_io", True) else "BUFFERED: the page cache helps"
     notes = [
         f"{result['controller']} controller, {result.get('executor', 'no')} executor, {direct}; "

@@ -1,16 +1,16 @@
 """Reference hit counts of a trace: Belady's MIN, plain LRU, and unlimited capacity.
 
-A request is the sequence of its blocks, each the successor of the one before. Two counts are
-kept: `hits`, references to a block that is resident, and `prefix_hits`, those before the first
-miss of their request, which is what a prefix cache can serve.
+A request is a sequence of blocks, each the successor of the one before. `hits` counts references to
+resident blocks. `prefix_hits` counts only those before the first miss of their request, which a
+prefix cache can serve.
 
-MIN evicts the resident block whose next reference is farthest away (Belady 1966); it may evict the
-block that came last, that is, not keep it at all. No policy has more `hits` on the same stream of
-references. A store that serves prefixes looks a request up before it stores the rest, so its hits
-all precede its misses and it, too, stays at or below MIN's `hits`. MIN's `prefix_hits` are no
-bound: MIN does not know that a block without its predecessors is useless.
+MIN evicts the resident block whose next reference is farthest away (Belady 1966); this may be the
+newest block, which is not kept then. No policy has more `hits` on the same references. A store that
+serves prefixes looks a request up before it stores the rest: all of its hits precede its misses, so
+MIN's `hits` are an upper bound for it, too. MIN's `prefix_hits` are not a bound, because MIN does
+not know that a block without its predecessors is useless.
 
-Published policies between the two come from the library libcachesim, where it is installed.
+Published policies between the two come from the library libcachesim, if it is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from tutti.errors import ConfigError
 
-#: Policies by libcachesim's names for them, which give each one's paper.
+#: Policies by their names in libcachesim, whose documentation cites their papers.
 PUBLISHED = (
     *("ARC", "Cacheus", "Clock", "Clock2QPlus", "ClockPro", "FIFO", "GDSF", "Hyperbolic", "LFU"),
     *("LFUDA", "LHD", "LIRS", "LRUK", "LeCaR", "MQ", "S3FIFO", "SLRU", "Sieve", "TwoQ", "WTinyLFU"),
@@ -39,7 +39,7 @@ Requests = Sequence[Sequence[Block] | npt.NDArray[np.uint64]]
 
 @dataclass
 class HitCount:
-    """Blocks referenced, and how many of them were hits."""
+    """Number of referenced blocks, and how many of them were hits."""
 
     references: int = 0
     hits: int = 0
@@ -57,7 +57,7 @@ class HitCount:
 
 
 class _Counting:
-    """Feeds requests to `reference(block, place)`, which answers whether it was a hit."""
+    """Feeds requests to `reference(block, place)`, which returns whether it was a hit."""
 
     def count(self, requests: Requests) -> HitCount:
         total = HitCount()
@@ -79,8 +79,8 @@ class _Minimum(_Counting):
     def __init__(self, requests: Requests, capacity: int) -> None:
         self._capacity = capacity
         self._next = _next_references(requests)
-        self._resident: dict[Block, int] = {}  # its next reference
-        self._farthest: list[tuple[int, Block]] = []  # entries that moved on stay and are skipped
+        self._resident: dict[Block, int] = {}  # place of its next reference
+        self._farthest: list[tuple[int, Block]] = []  # with stale entries, which are skipped
 
     def reference(self, block: Block, place: int) -> bool:
         hit = block in self._resident
@@ -118,7 +118,7 @@ class _Unlimited(_Counting):
 
 
 class _Published(_Counting):
-    """A cache of libcachesim, whose objects are numbered from 1 in the order they come."""
+    """A cache of libcachesim, whose objects are numbered from 1 in order of first reference."""
 
     def __init__(self, library: Any, name: str, capacity: int) -> None:
         self._cache = getattr(library, name)(cache_size=capacity)
@@ -145,7 +145,7 @@ def least_recently_used(requests: Requests, capacity: int) -> HitCount:
 def published(
     requests: Requests, capacity: int, names: Sequence[str] = PUBLISHED
 ) -> dict[str, HitCount]:
-    """What each of these policies hits.  Raises ConfigError without libcachesim."""
+    """Hit counts of each of these policies.  Raises ConfigError without libcachesim."""
     try:
         library = importlib.import_module("libcachesim")
     except ImportError as error:
@@ -156,7 +156,7 @@ def published(
 
 
 def unlimited(requests: Requests) -> HitCount:
-    """Nothing is ever evicted."""
+    """Hit counts without evictions."""
     return _Unlimited().count(requests)
 
 
@@ -165,7 +165,7 @@ def _references(requests: Requests) -> Iterator[Block]:
 
 
 def _next_references(requests: Requests) -> list[int]:
-    """For every reference the place of the next one to the same block; their number if none."""
+    """For every reference the place of the next one to the same block, or the number of all."""
     stream = list(_references(requests))
     last: dict[Block, int] = {}
     following = [len(stream)] * len(stream)

@@ -1,8 +1,8 @@
-"""A controller whose medium is memory: for ceilings, and for tests, which add faults to it.
+"""A controller whose medium is memory: for upper bounds, and for tests, which inject faults.
 
-Modes: "copy" moves bytes between the medium and registered memory; "zero_copy" checks and
-completes commands and moves nothing, which is the protocol's own ceiling; "virtual" copies under a
-virtual clock with given bandwidths, so that results do not depend on the machine.
+Modes: "copy" moves bytes between the medium and registered memory; "zero_copy" checks and completes
+commands but moves nothing, which measures the protocol alone; "virtual" copies under a virtual
+clock with given bandwidths, so that results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MemoryConfigStruct(ctypes.LittleEndianStructure):
 
 
 class MemoryController(NativeController):
-    """NVMe over memory of this process, all zeros at first.
+    """A controller over memory of this process, which is zero at first.
 
     namespace_nbytes: size of each namespace, multiples of lba_nbytes. mode: see MODES. more: other
-    members of MemoryConfigStruct.
+    fields of MemoryConfigStruct.
 
-    Raises ConfigError for arguments that no drive could have or that memory does not hold.
+    Raises ConfigError for arguments that are invalid for drives or exceed the memory.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MemoryController(NativeController):
         super().__init__(int(handle.value or 0))
 
     def medium(self, nsid: int) -> Bytes:
-        """The bytes of a namespace, uint8 of shape (nbytes,), to look at and to spoil.
+        """The bytes of a namespace, uint8 (nbytes,), which tests may read and damage.
 
         Valid until the controller is closed. Raises ConfigError for a missing namespace.
         """

@@ -1,6 +1,6 @@
-"""A driver of CUDA that does nothing and counts: what an engine asks of a driver, and at what cost.
+"""A CUDA driver that does nothing and counts calls, to measure an engine's own cost.
 
-Everything on a stream is over at once and no byte moves, so a transfer's result means nothing.
+Work on a stream ends at once and no byte moves, so a transfer's result is meaningless.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW_NBYTES = 24  # target, source and length of one copy of a batch
 
 
 class CountingDriver:
-    """What transfers call of a `Driver`.  calls: those that enqueue; argument_nbytes: of these."""
+    """The methods of `Driver` that transfers use.  calls, argument_nbytes: of enqueueing calls."""
 
     device = 0
     architecture = "sm_90"
@@ -57,7 +57,7 @@ class CountingDriver:
         self._count(3)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """The one call with an effect: other threads wait for the word."""
+        """Stores the word, as the only call with an effect: other threads wait for it."""
         self._count(3)
         ctypes.c_uint32.from_address(address).value = value
 
@@ -115,7 +115,7 @@ class CountingDriver:
 
 
 class NamedKernels:
-    """Stands in for `Modules`: every kernel has the same handle, and nothing is compiled."""
+    """Replaces `Modules`: all kernels have the same handle, and nothing is compiled."""
 
     def __getitem__(self, name: str) -> Any:
         return 1

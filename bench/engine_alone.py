@@ -1,10 +1,10 @@
-"""What loads of a store cost its engine alone: no index, scheduler or tickets, one job a load.
+"""Measures the engine's part of a store's loads: no index, scheduler or tickets, one job per load.
 
-Right after a load of the store the same places are read again through another engine over the same
-files.  So the store's loads are measured as without this, and what they leave in caches is to the
-advantage of the engine alone.  A third of the loads is compared by digests as the store does it, a
-third is not, and of the last third 64 objects are read by one job, without digests.  The
-differences tell what digests cost, and what it costs to submit, sleep and wake up for each load.
+After each load of the store, the same locations are read again through another engine over the same
+files.  So the store's loads are not disturbed, and the engine alone profits from warm caches.  A
+third of the loads is verified like those of the store, a third is not, and for the last third one
+job reads 64 objects, without digests.  The differences show the cost of digests, and the cost of
+submission, sleep and wake-up per load.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _WAIT_S = 120.0
 
 
 class EngineAlone:
-    """Reads what a store has loaded into the first pages of `loaded`.
+    """Reads the objects again that a store has loaded into the first pages of `loaded`.
 
-    paths: the files of the store's pool.  meters: one for each of KINDS.
+    paths: the files of the store's pool.  meters: one per KINDS.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EngineAlone:
         hugepages: bool,
     ) -> None:
         self.meters = {kind: Meter() for kind in KINDS}
-        self._core = store._core  # nothing public tells the slots of keys
+        self._core = store._core  # no public interface has the slots of keys
         self._loaded = loaded
         memory = HostMemory.allocate(store.layout, max(loaded.pages, _MANY), hugepages=hugepages)
         self._memory = memory.memory
@@ -64,9 +64,9 @@ class EngineAlone:
             self.close = undo.pop_all().close
 
     def again(self, keys: Keys) -> None:
-        """Reads the objects of keys (n, 16), which are in the pool, if it is their turn.
+        """Reads the objects of keys (n, 16), which must be in the pool, if it is their turn.
 
-        Raises MediumError for other bytes than the store has loaded.
+        Raises MediumError if the bytes differ from those that the store has loaded.
         """
         kind = KINDS[self._turn % len(KINDS)]
         self._turn += 1

@@ -18,7 +18,7 @@ from tutti.machine import machine_facts, scheduler_form
 def describe(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The machine, the software, the commit and the command line, for JSON.
 
-    directory: where the pool lies; its disk and file system are described.
+    directory: of the pool; its disk and file system are described.
     """
     return {
         **machine_facts(directory),
@@ -37,9 +37,9 @@ def command_line(arguments: list[str]) -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout around a folder, "+dirty" with changes; "unknown" outside of one.
+    """The commit of a folder's checkout, with "+dirty" for changes; "unknown" without a checkout.
 
-    Results and pages are no code: a run that replaces them one by one goes on being of its commit.
+    Changes of results and pages do not count, so that a run may replace them one by one.
     """
     code = (":/", ":(top,exclude)bench/results", ":(top,exclude)docs")
     try:

@@ -1,26 +1,26 @@
 """`tutti bench eviction`: hit rates of the eviction policies on request traces, without bytes.
 
-Index, allocator, policies and the history of reuse are the product's; only the medium is left out,
-and a victim is free at once. A request looks up its blocks, loads the prefix that hits, and puts
-the rest, as `tutti replay` does. Three others are for comparison: plain LRU over single blocks,
-which knows neither runs nor a reserve; Belady's MIN, which knows the future
-(tutti/bench/belady.py); and "groups", LRU that takes whole groups and so keeps runs longest.
-`--published` adds policies from the literature, over single blocks as plain LRU: how near to MIN
-any of them comes that knows no more than a pool does. Plain LRU, MQ and LIRS also play without the
-slots that a pool has free on average: what the reserve costs any policy.
+Index, allocator, policies and the history of reuse are the product's code; only the medium is left
+out, so that a victim is free at once. A request looks up its blocks, loads the prefix that hits,
+and puts the rest, as `tutti replay` does. For comparison: plain LRU over single blocks, which has
+neither runs nor a reserve; Belady's MIN, which knows the future (tutti/bench/belady.py); and
+"groups", an LRU that evicts whole groups and so has the longest runs. `--published` adds policies
+from the literature, over single blocks like plain LRU, to show how close to MIN they come with a
+pool's knowledge. Plain LRU, MQ and LIRS also run without the slots that a pool has free on average:
+the difference is the cost of the reserve.
 
-"2nd found" is the share of the blocks' second references that hit: what new objects get.
-"whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py); the last two
-are at most the first, which is no bound where requests are larger than a window.
+"2nd found" is the share of the blocks' second references that hit, which rates the treatment of new
+objects. "whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py); the
+last two are at most the first, which is not a bound if requests are larger than a window.
 
-Where runs are too short, `lru` and `mq` also play with whole parts of groups as victims: halves,
-quarters and so on to single slots. That is a trial of this model; the store has no such setting.
-The default also plays on other traces than those that its constants were chosen on: halves of each
-trace, two shuffled orders of a trace of documents, and other seeds of the synthetic one.
+If runs are too short, `lru` and `mq` also run with parts of groups as victims: halves, quarters and
+so on to single slots. This is an experiment; the store has no such setting. The default also runs
+on traces on which its constants were not chosen: halves of each trace, two shuffled orders of a
+trace of documents, and other seeds of the synthetic one.
 
-A policy passes when at every capacity it hits at least as often as plain LRU, when at the smallest
-capacity of a trace it covers a third of the distance from plain LRU to MIN, and when its runs are
-at least 0.9 of those of "groups" in length.
+A policy passes if it hits at least as often as plain LRU at every capacity, covers a third of the
+distance from plain LRU to MIN at a trace's smallest capacity, and its runs have at least 0.9 times
+the length of those of "groups".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RUN_SHARE = 0.9
 _DEFAULT = "mq"  # of StoreConfig
 _OTHER_SEEDS = range(2, 7)
 _SHUFFLES = range(2)
-_DOCUMENTS = ("leval", "loogle")  # traces whose requests have no order of their own
+_DOCUMENTS = ("leval", "loogle")  # traces without an order of requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,9 +111,9 @@ HEAD = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD; "less reserve" is plain LRU without the slots that were free, "a third"
-    the bar of the smallest pools, "published" the most that a published policy hits, and "gained"
-    the part of the distance from plain LRU to MIN.
+    """The table below HEAD.  "less reserve": plain LRU without the slots that were free; "a third":
+    bar of the smallest pools; "published": best published policy; "gained": share of the distance
+    from plain LRU to MIN.
     """
     best = _best(result["published"])
     return [
@@ -137,7 +137,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """The bars that were missed, and how far published policies come."""
+    """Notes: the bars that were missed, and the results of published policies."""
     found = missed_bars(result["cells"], result["published"])
     missed = [f"NOT REACHED: {text}" for text in found] or ["every bar is reached"]
     return (
@@ -163,7 +163,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def gained(cell: dict[str, Any]) -> float:
-    """Which part of the distance from plain LRU to MIN a policy covers; 1 where there is none."""
+    """Share of the distance from plain LRU to MIN that a policy covers; 1 if there is none."""
     distance = cell["minimum_hit_rate"] - cell["lru_hit_rate"]
     return (cell["hit_rate"] - cell["lru_hit_rate"]) / distance if distance > 0 else 1.0
 
@@ -184,12 +184,12 @@ def _is_smallest(cell: dict[str, Any], cells: Sequence[dict[str, Any]]) -> bool:
 
 
 def _best(published: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """By pool, the published policy that hits most there."""
+    """The published policy with the most hits, by pool."""
     return {_pool(each): each for each in published}
 
 
 def _limits(published: Sequence[dict[str, Any]]) -> list[str]:
-    """How many bars of hits any one published policy reaches, which keeps no slots free."""
+    """The number of hit bars that single published policies reach; they keep no slots free."""
     if not published:
         return []
     smallest = [each for each in published if _is_smallest(each, published)]
@@ -213,7 +213,7 @@ def _limits(published: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _bound_notes(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Where a third of the way is, against the bounds; for each of the smallest pools."""
+    """The bar of a third against the bounds, for each of the smallest pools."""
     pools = {_pool(cell): cell for cell in cells if _BOUNDS[0] in cell}
     notes = []
     for cell in (cell for cell in pools.values() if _is_smallest(cell, cells)):
@@ -236,7 +236,7 @@ def _bound_notes(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _part_notes(parts: Sequence[dict[str, Any]]) -> list[str]:
-    """Hits and runs by the size of what is evicted as a whole, and whether one has both."""
+    """Hits and runs by the size of evicted units, and whether one size reaches both bars."""
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for part in parts:
         rows.setdefault((*_pool(part), part["policy"]), []).append(part)
@@ -256,7 +256,7 @@ def _part_notes(parts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _other_notes(others: Sequence[dict[str, Any]]) -> list[str]:
-    """How the default does on traces that it was not tuned on."""
+    """Results of the default on traces that it was not tuned on."""
     if not others:
         return []
     less = [each for each in others if each["hit_rate"] < each["lru_hit_rate"]]
@@ -275,8 +275,8 @@ def _other_notes(others: Sequence[dict[str, Any]]) -> list[str]:
 def missed_bars(
     cells: Sequence[dict[str, Any]], published: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
-    """What each policy lacks, and the most that published policies reach there; see the head of
-    this file.
+    """The bars that each policy missed, and the best published policies there; see the head of this
+    file.
     """
     missed = []
     best = _best(published)
@@ -340,10 +340,10 @@ def _cells(
 def _facts(
     name: str, blocks: Sequence[Sequence[int]], share: float, group_slots: int
 ) -> dict[str, Any]:
-    """What is the same for all policies: the pool, and plain LRU in it."""
+    """Facts that are the same for all policies: the pool, and plain LRU in it."""
     distinct = len({block for ids in blocks for block in ids})
     wanted = max(GROUPS_LEAST, int(share * distinct))
-    group_slots = min(group_slots, wanted // GROUPS_LEAST)  # as a new pool is cut
+    group_slots = min(group_slots, wanted // GROUPS_LEAST)  # as in new pools
     slots = -(-wanted // group_slots) * group_slots
     return {
         "trace": name,
@@ -362,7 +362,7 @@ def _mean_run(pool: Pool) -> float:
 def _parts(
     cells: Sequence[dict[str, Any]], requests: Sequence[TraceRequest]
 ) -> list[dict[str, Any]]:
-    """The policies with whole parts of groups as victims, in a pool where runs are too short."""
+    """The policies with parts of groups as victims, in a pool with too short runs."""
     blocks = [request.hash_ids for request in requests]
     runs = _RUN_SHARE * cells[-1]["mean_run_length"]  # of "groups"
     if all(cell["mean_run_length"] >= runs for cell in cells):

@@ -1,21 +1,21 @@
 """Bounds on the hits of eviction policies in a pool whose puts store whole requests.
 
-`whole_puts` is Belady's MIN for such a pool: it knows the future, but each put must find room for
-all that its request missed, a window at a time, and leave the reserve free.
+`whole_puts` is Belady's MIN for such a pool: it knows the future, but each put must make room for
+all blocks that its request missed, a window at a time, and leave the reserve free.
 
-`by_classes` is for policies that do not know the future. When a request has used a block, the
-policy decides for how many requests to keep it. It knows the block's class: uses and depth so far,
-each to a power of two, and, if asked for, the gap before this use, too. The age of a block is known
-exactly, because a time of keeping is an age. For each class the hits and the occupied slots follow
-from the gaps in the trace, as functions of the time of keeping. The bound fills the slots with the
+`by_classes` is for policies that do not know the future. After each use of a block, the policy
+decides for how many requests to keep it. It knows the block's class: its number of uses and its
+depth, each rounded to a power of two, and optionally the gap before this use. Ages are known
+exactly, because a keeping time is an age. For each class the hits and the occupied slots follow
+from the gaps in the trace, as functions of the keeping time. The bound fills the slots with the
 most hits per slot and request, over all classes: a fractional knapsack over concave hulls. It is
 the hazard rate ordering of Panigrahy, Nain, Neglia, Towsley (A New Upper Bound on Cache Hit
 Probability for Non-Anticipative Caching Policies, arXiv 2106.06457), with hazards fitted to the
 trace after the fact, for caches that do not fetch ahead.
 
-It bounds the expected hits of each policy whose times of keeping depend, within a class, on nothing
-that is correlated with the block's own next use. It is generous to these: the distribution of the
-gaps is known in advance, the capacity holds on average over the trace, and a hit needs no
+It bounds the expected hits of policies whose keeping times depend, within a class, on nothing that
+is correlated with the block's own next use. The bound is loose: the distribution of the gaps is
+known in advance, the capacity limits only the average over the trace, and a hit needs no
 predecessors. A policy that knows more, such as phases of the trace, may exceed it.
 """
 
@@ -34,10 +34,10 @@ Line = tuple[float, float, float]  # hits per slot, slots, hits
 
 
 def whole_puts(requests: Requests, capacity: int, reserve: int, window: int) -> HitCount:
-    """The most hits that any order of evictions reaches where puts are whole.
+    """The most hits of any order of evictions if puts store whole requests.
 
-    Exact where every request fits into a window and into the pool. Else what hits decides what can
-    be evicted for the later windows, and this counts a possible order, which may not be the best.
+    Exact if every request fits into a window and into the pool. Otherwise the hits decide what can
+    be evicted for later windows, and this counts one possible order, which may not be the best.
     """
     total, resident = HitCount(), dict[int, tuple[int, int]]()
     farthest: list[tuple[int, int, int]] = []
@@ -75,12 +75,12 @@ def whole_puts(requests: Requests, capacity: int, reserve: int, window: int) -> 
 
 
 def by_classes(requests: Requests, capacity: int, window: int, gaps: bool) -> float:
-    """The hit rate that no policy exceeds which knows no more than classes; see above."""
+    """The bound on the hit rate of policies that know only classes; see the module."""
     last: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # request, uses, class
     kept: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)  # slots, hits
     budget, references = 0.0, 0
     for now, request in enumerate(requests):
-        forced = min(window, len(request))  # of these the put finds room at the same time
+        forced = min(window, len(request))  # the put makes room for these at the same time
         for depth, block in enumerate(map(int, request)):
             before, uses, kind = last.get(block, (now, 0, ()))
             if uses:
@@ -123,7 +123,7 @@ def _rises(left: tuple[int, int], right: tuple[int, int]) -> float:
 
 
 def _next_requests(requests: Requests) -> list[list[int]]:
-    """For every reference the number of the next request with this block, or that of all."""
+    """For every reference the number of the next request with this block; if none, of requests."""
     following: dict[int, int] = {}
     answer = []
     for number in range(len(requests) - 1, -1, -1):

@@ -28,7 +28,7 @@ _FINGERPRINT = bytes(16)
 
 
 class _LeastRecentGroups:
-    """The groups that were not looked up for longest; of those the ends of chains first."""
+    """Evicts the groups whose last look-up is oldest; within these the ends of chains first."""
 
     def victims(self, view: EvictionView, n: int) -> Slots:
         rows = (-1, view.group_slots)
@@ -45,8 +45,8 @@ class _LeastRecentGroups:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Whole parts of groups, in the order in which a policy evicts the last slot of each; parts
-    with slots that are busy come last.
+    """Evicts parts of groups, in the order in which a policy would evict the last slot of each;
+    parts with busy slots come last.
     """
 
     policy: EvictionPolicy
@@ -95,11 +95,11 @@ class Pool:
 
     @property
     def free_slots(self) -> int:
-        """Slots free behind a put, on average since the pool was full."""
+        """Average number of free slots after a put, since the pool was full."""
         return self._free_sum // self._puts if self._puts else 0
 
     def play(self, keys: Keys) -> int:
-        """One request: look-up, load of what hits, put of the rest; returns how many hit."""
+        """Plays a request: looks up, loads the hits, puts the rest; returns the number of hits."""
         found = self.index.match(keys)
         self._kept[:] = False
         self._kept[found] = True

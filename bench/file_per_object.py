@@ -1,7 +1,7 @@
-"""The plain way to keep KV on an SSD, to compare with: a file for every object, and threads.
+"""The simplest KV store on an SSD, for comparison: a file per object, and threads.
 
-Segments are gathered and scattered by pwritev and preadv. The oldest file goes when there are too
-many, so that both sides evict. Nothing is checksummed, and nothing survives in order.
+Segments are gathered and scattered by pwritev and preadv. The oldest file is removed if there are
+too many, so that both sides evict. There are no checksums, and no consistency after a crash.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _WAIT_S = 120.0
 class FilePerObject:
     """Objects in files of one directory, which is removed by `close`.
 
-    direct: O_DIRECT; otherwise through the page cache, where a round of puts ends with the bytes
-    on the medium (fdatasync) and gets begin with an empty cache, as with direct I/O.
-    objects_max: how many there may be.
+    direct: O_DIRECT; otherwise through the page cache: then a round of puts ends with an fdatasync,
+    and gets begin with an empty cache, to be comparable with direct I/O.
+    objects_max: most objects.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FilePerObject:
         return meter.to_dict()
 
     def retrieve_phase(self, limit: Limit) -> dict[str, Any]:
-        """Reads the objects that are there in rotation, each into the page it came from."""
+        """Reads the stored objects in rotation, each into the page that it was written from."""
         meter = Meter()
         oldest = max(0, self._stored - self._objects_max)
         held = self._stored - oldest
@@ -88,12 +88,12 @@ class FilePerObject:
         return meter.to_dict()
 
     def _run(self, work: Callable[[int], None], meter: Meter, limit: Limit) -> int:
-        """Works on objects, twice as many at once as there are threads; returns how many."""
+        """Works on objects, twice as many at a time as there are threads; returns their number."""
         object_nbytes = self._pool.layout.object_nbytes
         if limit.nbytes is None:
             raise CapacityError("a round of files is limited by bytes; give Limit.nbytes")
         count = -(-limit.nbytes // object_nbytes)
-        # No two that are under way share a page.
+        # Objects in flight do not share a page.
         step = min(2 * THREADS, self._pool.pages)
         for start in range(0, count, step):
             numbers = range(start, min(count, start + step))
@@ -146,6 +146,6 @@ class FilePerObject:
 
 
 def wait_all(futures: list[Future[None]]) -> None:
-    """Waits for all; raises what the first that failed raised."""
+    """Waits for all; raises the error of the first that failed."""
     for future in futures:
         future.result(timeout=_WAIT_S)

@@ -1,4 +1,4 @@
-"""fio, to compare with the store: same file system, file size, block size and bytes, direct I/O.
+"""Runs fio for comparison: same file system, file size, block size and bytes, with direct I/O.
 
 fio is the flexible I/O tester (github.com/axboe/fio); its JSON is described in fio(1).
 """
@@ -30,20 +30,20 @@ _LOCK_S = 60.0
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _COMPACT_MEMORY = Path("/proc/sys/vm/compact_memory")
-_ALIGNMENT_NBYTES = 4096  # fio's for direct I/O, in addition to its blocks
+_ALIGNMENT_NBYTES = 4096  # fio's padding for direct I/O, in addition to its blocks
 
 
 class FioUnavailable(Unsupported):
-    """What fio shows cannot be measured: it is missing, has no hugepages, or failed."""
+    """fio cannot be run: it is missing, has no hugepages, or failed."""
 
 
 @dataclass(frozen=True)
 class FioJob:
-    """One run: `io_nbytes` from or to a file of `size_nbytes`, front to back, around at its end.
+    """One run: `io_nbytes` from or to a file of `size_nbytes`, sequentially, wrapping at its end.
 
     direction: "read", "write" or "randread".  hugepages: the memory of `held_hugepages` for the
     buffers.  batches: of `iodepth` blocks, in memory that may be transparent hugepages.  Without
-    either of them all is on ordinary pages.
+    both, buffers are on 4 KiB pages.
     """
 
     path: str
@@ -89,12 +89,12 @@ class FioResult:
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes a second."""
+        """Speed in 10^9 bytes per second."""
         return self.nbytes / self.wall_s / 1e9
 
     @property
     def cpu_s_per_gb(self) -> float:
-        """CPU seconds for 10^9 bytes."""
+        """CPU seconds per 10^9 bytes."""
         return self.cpu_s / (self.nbytes / 1e9)
 
 
@@ -104,7 +104,7 @@ def run_fio(job: FioJob) -> FioResult:
         raise FioUnavailable("fio is not installed; install it, e.g. with `apt-get install fio`")
     tunables = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if job.batches else None
     pipe = subprocess.PIPE
-    # A group of its own: fio does its I/O in a child, which would survive it.
+    # A process group of its own: fio does its I/O in a child, which would survive it.
     with subprocess.Popen(
         job.command(), stdout=pipe, stderr=pipe, text=True, env=tunables, process_group=0
     ) as process:
@@ -150,13 +150,13 @@ def parse_fio(text: str, direction: str) -> FioResult:
 
 
 def prepare_file(path: str, nbytes: int) -> None:
-    """A file of this size, preallocated and written once with fio's random bytes."""
+    """Makes a file of this size, preallocated and written once with fio's random bytes."""
     allocate_file(path, nbytes)
     run_fio(FioJob(path, "write", MiB, nbytes, nbytes))
 
 
 def hugepages_of(job: FioJob) -> int:
-    """How many hugepages fio 3.33 maps: buffers for a power of two of blocks, and one page more."""
+    """Hugepages that fio 3.33 maps: buffers for a power of two of blocks, and one page more."""
     depth = 1 << (job.iodepth - 1).bit_length()
     nbytes = depth * job.block_nbytes + _ALIGNMENT_NBYTES
     return -(-nbytes // HUGEPAGE_NBYTES) + 1
@@ -166,19 +166,19 @@ def hugepages_of(job: FioJob) -> int:
 def held_hugepages(
     jobs: Sequence[FioJob], *, allow_sysctl: bool, others_nbytes: int = 0
 ) -> Iterator[str]:
-    """Memory on hugepages that only these jobs use for their buffers, one job at a time.
+    """Reserves hugepages for the buffers of these jobs, which run one at a time.
 
-    Free hugepages are taken by any program that asks for some (a store's own buffers do) before fio
-    does, and fio 3.33 then dies of a fault, as it does not check its mapping.  So they are held
-    here, in a file of memory that fio maps.  As many as `others_nbytes` take are left free.
-    Missing ones are added to the system's, and afterwards taken from them.
-    Raises FioUnavailable when they are not there and may not, or cannot, be added.
+    Any program may take free hugepages before fio does (a store's buffers do), and fio 3.33 then
+    crashes, because it does not check its mapping.  So they are reserved here, in a memory file
+    that fio maps.  `others_nbytes` are left free for others.  Missing hugepages are added to the
+    system, and removed afterwards.
+    Raises FioUnavailable if there are too few and they may not, or cannot, be added.
     """
-    gc.collect()  # what an earlier case used may hang in cycles
+    gc.collect()  # frees memory of earlier cases in reference cycles
     count = max(map(hugepages_of, jobs))
     added, file = 0, -1
     try:
-        with _alone():  # also with the pages that were found free
+        with _alone():  # also for pages that were found free
             missing = count + -(-others_nbytes // HUGEPAGE_NBYTES) - _hugepages()[0]
             added = _add(missing, allow_sysctl=allow_sysctl) if missing > 0 else 0
             try:
@@ -199,7 +199,7 @@ def held_hugepages(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """No other process that compares with fio looks at hugepages, or changes their number."""
+    """Excludes other comparisons with fio from reading or changing the number of hugepages."""
     end_s = time.monotonic() + _LOCK_S
     with open(_NR_HUGEPAGES) as lock:  # the lock ends with the file
         while not _locked(lock.fileno()):
@@ -219,16 +219,16 @@ def _locked(file: int) -> bool:
 
 
 def _add(missing: int, *, allow_sysctl: bool) -> int:
-    """Adds hugepages to those of the system; how many have to go again."""
+    """Adds hugepages to the system; returns how many must be removed afterwards."""
     before, (free, total) = int(_NR_HUGEPAGES.read_text()), _hugepages()
     what = f"{missing} more hugepages ({format_nbytes(missing * HUGEPAGE_NBYTES)}) are needed"
-    wanted = total + missing  # pages in use count as well, also those above nr_hugepages
+    wanted = total + missing  # includes pages in use, also those above nr_hugepages
     remedy = f"set vm.nr_hugepages to {wanted}"
     if not allow_sysctl:
         raise FioUnavailable(f"{what}; {remedy}, or let this do it with --allow-sysctl")
     try:
         _NR_HUGEPAGES.write_text(str(wanted))
-        if _hugepages()[0] < free + missing:  # the page cache may be what lies in the way
+        if _hugepages()[0] < free + missing:  # the page cache may be in the way
             _DROP_CACHES.write_text("1")
             _COMPACT_MEMORY.write_text("1")
             _NR_HUGEPAGES.write_text(str(wanted))
@@ -243,7 +243,7 @@ def _add(missing: int, *, allow_sysctl: bool) -> int:
 
 
 def _hugepages() -> tuple[int, int]:
-    """(free, total); a page that was promised (HugePages_Rsvd) is not free."""
+    """(free, total); reserved pages (HugePages_Rsvd) are not free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     counts = {line.split()[0]: int(line.split()[1]) for line in lines}
     free = counts.get("HugePages_Free:", 0) - counts.get("HugePages_Rsvd:", 0)

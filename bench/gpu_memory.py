@@ -20,7 +20,7 @@ ENGINES = ("host", *KINDS)
 
 
 class DevicePool:
-    """GPU memory for so many pages; one store at a time moves them by an engine of its own.
+    """GPU memory for pages; one store at a time moves them with an engine of its own.
 
     engine: one of ENGINES.
     """
@@ -31,11 +31,11 @@ class DevicePool:
         self.backing = "gpu"
         self._driver, self._modules, self._engine = driver, modules, engine
         self._layout, self._pages = layout, pages
-        # Before an engine is there: a kernel that stays holds up allocations.
+        # Before an engine is made, because persistent kernels block allocations.
         self._address = driver.allocate(pages * layout.object_nbytes)
 
     def data_ptr(self) -> int:
-        """Where the memory begins, as a tensor says it."""
+        """The address, as for tensors."""
         return self._address
 
     def is_contiguous(self) -> bool:
@@ -48,7 +48,7 @@ class DevicePool:
         return 1
 
     def attach(self, store: ObjectStore) -> DeviceMemory:
-        """The pages, registered, and moved by an engine that is closed with the store."""
+        """Registers the pages, with an engine that is closed with the store."""
         engine = self._open_engine(store)
         store.attach(engine)
         memory = DeviceMemory.from_buffer(self._layout, self, self._pages, gpu=engine)
@@ -56,7 +56,7 @@ class DevicePool:
         return memory
 
     def close(self) -> None:
-        """Frees the memory; the store is closed by now."""
+        """Frees the memory; the store must have been closed."""
         self._driver.free(self._address)
 
     def _open_engine(self, store: ObjectStore) -> HostEngine | DeviceEngine:
@@ -78,7 +78,7 @@ class DevicePool:
 
 @contextmanager
 def open_gpu() -> Iterator[tuple[Driver, Modules]]:
-    """The driver and all device code.  Raises ConfigError where no GPU can be used."""
+    """The driver and all device code.  Raises ConfigError if no GPU can be used."""
     try:
         driver = CudaDriver()
     except Unsupported as error:

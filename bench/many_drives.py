@@ -1,7 +1,7 @@
-"""What four and eight drives of a data centre need: a model of measured costs, for a page.
+"""Models the CPUs that four and eight data-centre drives need, for a page of the documentation.
 
-Every cost is one of a result, so that the model changes with the results.  It multiplies
-processors as if each were a whole one.
+Every cost comes from a result, so that the model changes with the results.  It assumes that CPU
+capacity scales with the number of processors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tutti.base.units import KiB, MiB
 from tutti.bench.simulate.hardware import machine
 
-#: The simulator's two drives, which the model has one by one; the GPU does not matter here.
+#: The simulator's two drives, of which the model uses one each; the GPU does not matter here.
 _PAIR = ("2x D7-PS1010", "H100")
 _OBJECTS = {"bandwidth-fio": "32x256KiB", "cpu-fio": "1x256KiB"}
 _WORKERS = 2  # digest workers for each drive
@@ -20,7 +20,7 @@ _Read = Callable[[str], dict[str, Any]]
 
 
 def tables(read: _Read) -> str:
-    """Markdown.  read: a result by its name."""
+    """The tables, in Markdown.  read: returns a result by its name."""
     rate = machine(*_PAIR).drive.read_bytes_per_s / 2 / 1e9
     command_us = read("threads")["cpu_ns_per_command"] / 1e3
     digest = _cpu_s_per_gb(read("digest")["cells"]["1 GiB"])
@@ -74,7 +74,7 @@ def tables(read: _Read) -> str:
 
 
 def _reads(read: _Read, pages: str) -> list[float]:
-    """CPU-s/GB of loads into such pages, of objects of many slices and of one."""
+    """CPU-s/GB of loads into pages of this kind, for objects of many slices and of one."""
     return [
         _cpu_s_per_gb(read(name)["cells"][f"retrieve {shape}, {pages} pages"])
         for name, shape in _OBJECTS.items()

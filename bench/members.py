@@ -1,4 +1,4 @@
-"""Files and devices that a benchmark uses without a pool, or for several pools at a time."""
+"""Files and devices that a benchmark uses without a pool, or for several pools."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def beside(paths: Sequence[str], name: str) -> list[str]:
 
 
 def refuse(places: Sequence[str], why: str, refused: Callable[[str], bool] = is_device) -> None:
-    """Raises Unsupported when one of the places is a device, or what is refused."""
+    """Raises Unsupported if one of the places is a device, or otherwise refused."""
     if found := [place for place in places if refused(place)]:
         raise Unsupported(f"{found[0]}: {why}")
 
 
 @contextmanager
 def removed(paths: Sequence[str]) -> Iterator[None]:
-    """At the end removes the files of a pool, and makes its devices blank."""
+    """At the end removes the files of a pool, and blanks its devices."""
     devices = [path for path in paths if is_device(path)]
     try:
         yield
@@ -42,10 +42,11 @@ def removed(paths: Sequence[str]) -> Iterator[None]:
 def temporary_members(
     places: Sequence[str], nbytes: int, *, prewrite: bool = False, force: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Makes files of a size and takes devices; at the end removes them, or makes them blank.
+    """Makes files and takes devices; at the end removes the files and blanks the devices.
 
     prewrite: write the files once.  force: serial numbers of drives that may be overwritten.
-    Raises PoolExists for what is there or is not blank, and what making and opening them raises.
+    Raises PoolExists for existing files and devices that are not blank, and errors of making and
+    opening them.
     """
     devices = [place for place in places if is_device(place)]
     with ExitStack() as undo:

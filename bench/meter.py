@@ -11,13 +11,13 @@ from tutti.bench.statistics import percentile
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The names, each turn another first and last: what runs late finds a warmer machine."""
+    """The names in an order that rotates with the turn: late runs find a warmer machine."""
     first = turn % max(1, len(names))
     return [*names[first:], *names[:first]]
 
 
 class Meter:
-    """Sums what happens inside `timed`; CPU time is that of all threads of the process.
+    """Sums times inside of `timed`; CPU time is that of all threads of the process.
 
     The kernel's io_uring workers are threads of the process and count as well.
     """

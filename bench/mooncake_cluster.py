@@ -1,4 +1,4 @@
-"""A Mooncake cluster on this machine for a bench, and the CPU time of one that runs here."""
+"""A Mooncake cluster on this machine for benchmarks, and the CPU time of a running one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.errors import DeviceTimeout, Unsupported
 
-#: Whose CPU time is counted: the process of the pool, the thread that calls Mooncake and waits in a
-#: loop without sleep, the other threads of its process, and the cluster's processes.
+#: CPU time is counted of: the process of the pool, the thread that calls Mooncake and busy-waits,
+#: the other threads of its process, and the cluster's processes.
 CPU = ("pool", "caller", "client", "servers")
 _HERE = "127.0.0.1"
 _SEGMENTS = 2
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def own_cluster(nbytes: int) -> Iterator[str]:
-    """A master and two segment servers with so much memory each; the address for ``--remote``.
+    """Runs a master and two segment servers with ``nbytes`` each; yields the URL for ``--remote``.
 
     Raises Unsupported without Mooncake.
     """
@@ -47,7 +47,7 @@ def own_cluster(nbytes: int) -> Iterator[str]:
             memory = f"--global_segment_size={nbytes}"
             metadata = "--metadata_server=P2PHANDSHAKE"
             running.enter_context(_started("mooncake_client", *at, metadata, memory))
-        yield f"mooncake://{master}?client_ttl=1"  # the segments take a moment to join
+        yield f"mooncake://{master}?client_ttl=1"  # the segments join after a moment
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def _started(name: str, *options: str) -> Iterator[None]:
             "this bench needs Mooncake's client; in a clone of this project:"
             " pip install -e '.[cluster]'"
         )
-    # The program itself: what pip puts on PATH starts it as a child, which a kill would not reach.
+    # The program itself: pip's script starts it as a child, which a kill would not reach.
     command = [str(Path(spec.origin).parent / name), *options]
     quiet = {"GLOG_minloglevel": "2", **os.environ}
     nowhere = subprocess.DEVNULL
@@ -82,9 +82,9 @@ def _answers(port: int) -> bool:
 
 
 class CpuTime:
-    """CPU seconds of the processes that take part, see CPU.
+    """CPU seconds of the processes in CPU.
 
-    client: a process whose first thread calls Mooncake.
+    client: the process whose first thread calls Mooncake.
     """
 
     def __init__(self, config: RemoteConfig, client: int) -> None:

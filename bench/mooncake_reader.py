@@ -1,4 +1,4 @@
-"""A process that reads values by Mooncake's own batch get, as nice as that of the second tier."""
+"""A process that reads values by Mooncake's batch get, with the second tier's nice values."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Direct:
             xxhash.xxh3_64_intdigest(value[: self._nbytes].data)
 
     def keep_s(self, path: Path) -> float:
-        """Seconds of gets in parts; a thread hashes and writes each while the next is read.
+        """Seconds of gets in parts; a thread hashes and writes each part while the next is read.
 
-        As a pool writes: directly, over what a round before wrote.
+        Writes like a pool: with direct I/O, over the bytes of the round before.
         """
         if self._file < 0:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             path.unlink()
-            with contextlib.suppress(OSError):  # refused by its file system, as to the pool
+            with contextlib.suppress(OSError):  # its file system refuses it, also to the pool
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
         step = -(-len(self._names) // _PARTS)
@@ -93,7 +93,7 @@ class Direct:
         return time.monotonic() - start_s
 
     def exists_s(self) -> float:
-        """Seconds of a batch exists of ASKED names that are there, the mean of several."""
+        """Seconds of a batch exists of ASKED stored names, the mean of several."""
         names = list(itertools.islice(itertools.cycle(self._names), ASKED))
         start_s = time.monotonic()
         for _ in range(_ASKS):
@@ -107,7 +107,7 @@ class Direct:
 
 
 class Reader:
-    """A process, as nice as the tier's, with a Direct."""
+    """A process with a Direct, with the nice values of the tier's process."""
 
     def __init__(self, config: RemoteConfig, names: Sequence[str], nbytes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -131,7 +131,7 @@ class Reader:
         self._peer.send(_END)
 
     def go(self, reads: bool) -> None:
-        """Reads from now on, or has ended reading on return."""
+        """Starts to read repeatedly, or stops, and returns when it has stopped."""
         if reads:
             self._peer.send(None)
         elif self._reads:

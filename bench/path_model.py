@@ -1,11 +1,11 @@
-"""A model of the Python that a call runs through: as many steps, of which each does the least.
+"""A model of the Python code of a call: it has as many steps, each as cheap as possible.
 
-One call is recorded: its tree of Python functions, and for each of them the calls of C functions,
-attributes and items that it reads, attributes that it writes, and `with` blocks.  The model has a
-function with code of its own for each function of the tree, and an object for each first argument.
-So it goes through as much code in as many steps, which is what counts while caches are cold.  It
-allocates nothing, converts no arguments for native code and calls none; all that it reads is None,
-the functions in C are cheap ones, and a lock is always free.
+A call is recorded: its tree of Python functions, and for each function its calls of C functions,
+the attributes and items that it reads, the attributes that it writes, and its `with` blocks.  The
+model has a separate function for each function of the tree, and an object for each first argument.
+So it runs through as much code in as many steps, which dominates while caches are cold.  It
+allocates nothing, converts no arguments and calls no native code; it only reads None, calls cheap C
+functions, and takes free locks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Any
 
 _ATTRIBUTES = 8
-#: Calls of C functions that read two attributes, and that read none.
+#: Calls of C functions, which read two attributes each; and of functions that read none.
 _METHODS = ("s.d.get(7)", "s.l.count(7)", "s.n.bit_length()", "s.t.find('x')", "s.y.count(b'x')")
 _BUILTINS = ("abs(7)", "callable(s)", "chr(77)", "hash(7)", "id(s)", "ord('x')", "repr(7)")
-#: What a bytecode counts as.
+#: Kind of step by bytecode.
 _STEPS = {
     "LOAD_ATTR": "attribute reads",
     "LOAD_METHOD": "attribute reads",
@@ -33,7 +33,7 @@ _STEPS = {
 
 
 class Frame:
-    """A Python function that was called.  steps: what it did, by kind; calls: in their order.
+    """A called Python function.  steps: its number of steps by kind.  calls: in order.
 
     who: its code and its first argument.
     """
@@ -44,13 +44,13 @@ class Frame:
         self.calls: list[Frame] = []
 
     def total(self) -> Counter[str]:
-        """Of the whole tree."""
+        """Steps of the whole tree."""
         own = self.steps + Counter(functions=1)
         return sum((call.total() for call in self.calls), own)
 
 
 def record(call: Callable[[], Any]) -> tuple[Frame, Any]:
-    """Calls a Python function: what it ran through on this thread, and its result."""
+    """Calls a Python function; returns its recorded tree on this thread, and its result."""
     root = Frame()
     stack = [root]
 
@@ -84,7 +84,7 @@ def record(call: Callable[[], Any]) -> tuple[Frame, Any]:
 
 
 class _Object:
-    """What functions with the same first argument read and write."""
+    """The object of functions with the same first argument."""
 
     def __init__(self) -> None:
         for i in range(_ATTRIBUTES):
@@ -104,7 +104,7 @@ def build(tree: Frame) -> Callable[[], None]:
 
 
 def _define(frame: Frame, lines: list[str], made: dict[str, Any], known: dict[object, str]) -> str:
-    """Adds the source of a function and of those that it calls; its name."""
+    """Adds the source of a function and of the functions that it calls; returns its name."""
     calls = [_define(call, lines, made, known) for call in frame.calls]
     steps, kind = frame.steps, (frame.who, *sorted(frame.steps.items()), *calls)
     if kind in known:  # called twice

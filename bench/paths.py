@@ -1,9 +1,9 @@
-"""Drives by every path to them: block size by depth, latencies to p99.99, CPU, and descriptors.
+"""Measures drives by every path: block size by depth, latencies up to p99.99, CPU, descriptors.
 
-Random commands of one size, a fixed number of them in flight, by native code that times each one.
-Percentiles are of all rounds together, and only given where one command or more lies beyond them.
-The submitter spins on a core of its own; the CPU time that is reported is that of everything else:
-the thread that executes, the kernel's workers and the executor's threads.
+Native code issues random commands of one size, with a fixed number in flight, and times each one.
+Percentiles are of all rounds together, and given only if at least one command lies beyond them.
+The submitter spins on a core of its own; the reported CPU time is that of all other threads: the
+executing thread, the kernel's workers and the executor's threads.
 
 Paths: "threads" (pread and pwrite with O_DIRECT), "uring" (io_uring with O_DIRECT), "page-cache"
 (io_uring without O_DIRECT, everything in memory), "passthrough" (/dev/ngXnY), "vfio" (nvme:...).
@@ -69,7 +69,7 @@ class PathLoadStruct(ctypes.LittleEndianStructure):
 
 @dataclass(frozen=True)
 class Cell:
-    """A combination.  place: its name where several are measured, else empty."""
+    """A combination of parameters.  place: name of the place if there are several, else ""."""
 
     place: str
     path: str
@@ -80,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a cell: means, and the time of each command."""
+    """One run of a cell: means, and the times of all commands."""
 
     means: dict[str, float]
     latencies_ns: npt.NDArray[np.uint64]
@@ -103,10 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures every cell in interleaved rounds; a file is removed, a device is blank afterwards.
+    """Measures every cell in interleaved rounds; removes files and blanks devices afterwards.
 
-    Raises ConfigError for sizes that do not go together, PoolExists for a device that holds
-    anything, and what files and devices raise.
+    Raises ConfigError for sizes that do not fit together, PoolExists for a device with content, and
+    errors of files and devices.
     """
     blocks = [parse_nbytes(block) for block in args.blocks]
     if any(block % 4096 or not 4096 <= block <= MiB for block in blocks):
@@ -168,7 +168,7 @@ def rows_of(result: dict[str, Any]) -> list[list[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What lists of the same 64 MiB take: commands counted in memory, bytes by a formula."""
+    """The descriptor lists of 64 MiB: commands are counted, bytes computed by a formula."""
     return [
         f"64 MiB in fragments of {format_nbytes(row['fragment_nbytes'])}: {row['sgl_commands']}"
         f" commands by SGL (computed: {row['sgl_nbytes']} bytes of lists), {row['prp_commands']} by"
@@ -199,7 +199,7 @@ def measure(place: str, cell: Cell, commands: int, *, seed: int) -> Measured:
             nlb=block_nbytes // controller.info.lba_nbytes,
             opcode=_OPCODES[cell.direction],
         )
-        controller.expect_rings(True)  # the submitter wakes no thread that sleeps
+        controller.expect_rings(True)  # the submitter does not wake sleeping threads
         undo.callback(controller.expect_rings, False)
         cpu_s = time.process_time() - time.thread_time()
         result = _native.lib().gio_path_bench(
@@ -238,7 +238,7 @@ def descriptors() -> list[dict[str, int]]:
 
 
 def _commands(fragment: int, use_sgl: bool) -> int:
-    """How many commands the engine makes of 64 MiB in scattered fragments of one run."""
+    """Number of commands that the engine makes for 64 MiB in scattered fragments of one run."""
     slices = 64 * MiB // fragment
     with MemoryController([64 * MiB], mode="zero_copy") as controller, ExitStack() as undo:
         buffer = HostBuffer(64 * MiB)
@@ -267,14 +267,14 @@ def _row(cell: Cell, runs: list[Measured]) -> dict[str, Any]:
 
 
 def _latency_us(latencies_ns: npt.NDArray[np.uint64], percent: float) -> float | None:
-    """A percentile; None where so few commands were timed that it would be their maximum."""
+    """A percentile; None if too few commands were timed, so that it would be the maximum."""
     if len(latencies_ns) < round(100 / (100 - percent)):
         return None
     return float(np.percentile(latencies_ns, percent)) / 1e3
 
 
 def _named(places: list[str], given: list[str]) -> dict[str, str]:
-    """Places by the last part of what names them, with a number where that is not enough."""
+    """Names of places: their last path component, with a number if it is ambiguous."""
     if len(places) == 1:
         return {"": places[0]}
     parts = [Path(one).name for one in given]

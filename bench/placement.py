@@ -1,9 +1,9 @@
-"""`tutti bench placement`: where commands went on a drive, in the order of submission.
+"""`tutti bench placement`: LBAs of commands to a drive, in the order of submission.
 
 Reads a trace of QEMU's emulated NVMe drive that `tests/qemu/placement.py` records while a guest
-stores and loads the same prompts in a pool and in one file for every page. Writes STEM.json with
-every command, STEM.csv, and STEM.png where matplotlib is installed. The drive is emulated: places
-and their order are what the software did, and there are no times.
+stores and loads the same prompts in a pool and in one file per page. Writes STEM.json with every
+command, STEM.csv, and STEM.png if matplotlib is installed. The drive is emulated: locations and
+order are those of the software, and there are no times.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def read_trace(lines: Iterable[str]) -> list[Command]:
-    """Commands of the data namespace, by phase; a write to the other namespace begins phase SLBA.
+    """Commands of the data namespace, by phase; a write to LBA n of the other begins phase n.
 
-    What a phase writes while it reads is its file system's own and is kept. Raises ConfigError for
-    a trace that lacks a phase.
+    Writes during a read phase are those of its file system, and are kept. Raises ConfigError for a
+    trace that lacks a phase.
     """
     found: list[Command] = []
     phase, order = "", 0
@@ -100,10 +100,10 @@ def read_trace(lines: Iterable[str]) -> list[Command]:
 
 
 def summarise(phase: str, commands: Iterable[Command]) -> dict[str, Any]:
-    """Commands of a phase's own direction: how many, how large, how many go on where one ended.
+    """Number, sizes and continuity of the commands in a phase's own direction.
 
     sequential: the share of commands that begin where the one before ended. near: within 1 MiB
-    behind that, which drives and their read-ahead treat alike.
+    after that, which drives and read-ahead treat similarly.
     """
     opcode = phase.rpartition(" ")[2]
     mine = [c for c in commands if c.phase == phase and c.opcode == opcode]

@@ -1,4 +1,4 @@
-"""Pictures of results, where matplotlib is installed."""
+"""Pictures of results, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tutti.base.units import format_nbytes
 
-#: Okabe and Ito's palette, which colour-blind readers tell apart.
+#: Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#E69F00", "#56B4E9", "#000000", "#999999"),

@@ -24,7 +24,7 @@ from tutti.transfers.store_config import StoreConfig
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where a benchmark writes."""
+    """Adds options for the place of a benchmark's files."""
     option = options(parser.add_mutually_exclusive_group())
     what = "directories for the pool's files, one in each (default: the current one); or blank"
     what += " devices and drives, which are erased at the end"
@@ -37,7 +37,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the pools of a benchmark lie, and how they are opened."""
+    """Adds options for the place and the opening of a benchmark's pools."""
     add_place_arguments(parser)
     option = options(parser)
     for name, choices, what in (
@@ -55,9 +55,9 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
-    """The members of a pool called `name`, in a folder a file of that name.
+    """Paths of a pool's members; in a folder, a file called `name`.
 
-    Raises ConfigError for a `--dir`, or `--path` with "/" at its end, that is no folder or device.
+    Raises ConfigError for a `--dir`, or a `--path` ending in "/", that is not a folder or device.
     """
     places = args.path or ([args.dir] if isinstance(args.dir, str) else args.dir)
     for place in places:
@@ -68,7 +68,7 @@ def pool_paths(args: argparse.Namespace, name: str) -> list[str]:
 
 
 def medium_of(args: argparse.Namespace) -> str:
-    """The first place that the pool's members were given: a directory, or a device."""
+    """The first place of the pool's members: a directory or a device."""
     first = str((args.path or args.dir)[0])
     if is_device(first) or os.path.isdir(first):
         return first
@@ -87,11 +87,11 @@ def temporary_pool(
     force: Sequence[str] = (),
     engine: Mapping[str, Any] | None = None,
 ) -> Iterator[ObjectStore]:
-    """Formats a pool, opens it, and at the end removes its files or erases its devices.
+    """Formats and opens a pool; at the end removes its files or erases its devices.
 
-    force: serial numbers of drives that may be overwritten.  engine: `executor` and `profile` as of
-    `tutti.open`, by default none, as most benchmarks measure the medium; or options of its Engine.
-    Raises PoolExists where a file is in the way, and what formatting and opening raise.
+    force: serial numbers of drives that may be overwritten.  engine: `executor` and `profile` as
+    for `tutti.open` (by default no profile, as most benchmarks measure the medium), or options of
+    its Engine.  Raises PoolExists if a file exists, and errors of formatting and opening.
     """
     files = [path for path in paths if not is_device(path)]
     for path in files:
@@ -158,7 +158,7 @@ def _format(
 
         def advance(done: int, total: int) -> None:
             nonlocal shown
-            # Each member counts from 0 again.
+            # The progress of each member restarts at 0.
             shown = shown if done >> 20 >= shown else 0
             bar.advance((done >> 20) - shown)
             shown = done >> 20

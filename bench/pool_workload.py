@@ -1,8 +1,8 @@
 """Workload of the bandwidth benchmarks on an open pool: bounded batches of stamped pages.
 
-The pages that are put keep their content, so that only their keys change from batch to batch and
-nothing but the store is timed; an object holds what its source page holds. Pages are loaded into
-other memory and a sample of them is checked after the clock has stopped.
+Pages that are put keep their content, so that only keys change from batch to batch and only the
+store is timed; an object has the content of its source page. Pages are loaded into other memory,
+and a sample of them is checked outside of the timed part.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Pages = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Limit:
-    """When a phase ends: after so many seconds, or so many bytes, whichever is given."""
+    """The end of a phase: after a number of seconds or of bytes, whichever is given."""
 
     seconds: float | None = 2.0
     nbytes: int | None = None
 
     def reached(self, seconds: float, nbytes: int) -> bool:
-        """Whether no further batch is to begin."""
+        """Whether no further batch should begin."""
         if self.nbytes is not None:
             return nbytes >= self.nbytes
         return self.seconds is not None and seconds >= self.seconds
@@ -53,7 +53,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class PendingLoad:
-    """A load and what its pages must hold."""
+    """A load and the expected content of its pages."""
 
     ticket: LoadTicket
     pages: Pages
@@ -63,12 +63,12 @@ class PendingLoad:
 class PoolWorkload:
     """An open pool, registered memory for a bounded number of batches, and batches by number.
 
-    batch_pages: objects of one put or load.  inflight: batches under way at once.
-    load_pages: pages of the memory that is loaded into, at least batch_pages * inflight.
-    memory: pages to use instead of host memory of its own, registered, enough for both.
-    memory_pages: use only so many pages for puts, and as many for loads, over and over.  Then many
-    objects land in one page, as a benchmark with few buffers reads many blocks into each; what was
-    loaded is not checked, and verification must be off.
+    batch_pages: objects per put or load.  inflight: batches in flight.
+    load_pages: pages of memory for loads, at least batch_pages * inflight.
+    memory: registered pages for puts and loads, instead of new host memory.
+    memory_pages: use only this many pages for puts, and as many for loads, repeatedly.  Then many
+    objects are loaded into each page, like blocks in a benchmark with few buffers; loads are not
+    checked, and verification must be off.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class PoolWorkload:
         self._rng = np.random.default_rng(seed)
         sources = np.arange(self.source_pages)
         self.stamps.fill(sources, numbered_keys(sources))
-        # Touches the memory, which otherwise happens in the first timed load.
+        # Touches the memory, which would otherwise happen in the first timed load.
         self.stamps.fill(
             np.arange(self.source_pages, pages), numbered_keys(np.zeros(self.load_pages))
         )
 
     @property
     def backing(self) -> str:
-        """What the registered memory really lies on: "hugetlb", "thp", "pages", or "gpu"."""
+        """Actual page kind of the registered memory: "hugetlb", "thp", "pages", or "gpu"."""
         return str(self.memory.owner.backing)
 
     def keys(self, batch: int) -> Keys:
@@ -119,7 +119,7 @@ class PoolWorkload:
         return numbered_keys(np.arange(batch * self.batch_pages, (batch + 1) * self.batch_pages))
 
     def put(self) -> PutTicket:
-        """Starts to put the next batch, as the continuation of the one before in its chain."""
+        """Starts to put the next batch, which continues the chain of the one before."""
         batch = self.batches
         self.batches += 1
         first = batch % self.inflight * self.batch_pages
@@ -130,14 +130,14 @@ class PoolWorkload:
         return self.store.put(self.keys(batch), pages, parent=parent, depth=depth)
 
     def resident(self) -> list[int]:
-        """Numbers of the batches that are wholly in the pool, ascending."""
+        """Numbers of the batches that are completely in the pool, ascending."""
         room = self.store.stats()["capacity_objects"] // self.batch_pages + 1
         first = max(0, self.batches - room)
         every = range(first, self.batches)
         return [b for b in every if self.store.match(self.keys(b)) == self.batch_pages]
 
     def load(self, batches: list[int], place: int) -> PendingLoad:
-        """Starts to load batches as one prefix into load memory from `place` on."""
+        """Starts to load batches as one prefix, into the load memory from page `place` on."""
         keys = np.concatenate([self.keys(batch) for batch in batches])
         pages = self.source_pages + (place + np.arange(len(keys))) % self.load_pages
         inside = np.arange(self.batch_pages)
@@ -152,16 +152,16 @@ class PoolWorkload:
         return self._result(meter, before)
 
     def fill(self, objects: int) -> None:
-        """Puts so many objects at least, untimed."""
+        """Puts at least this many objects, untimed."""
         self._puts(Meter(), Limit(None, objects * self.object_nbytes))
 
     def fill_half(self) -> None:
-        """Puts what fills half of the pool."""
+        """Puts as many objects as fill half of the pool."""
         self.fill(self.store.stats()["capacity_objects"] // 2)
 
     def prefix(self, pages: int) -> list[int]:
-        """The youngest resident batches in the order of their puts: about `pages` pages, one batch
-        at least, and no more than load memory holds.
+        """The newest resident batches, in the order of their puts: about `pages` pages, one batch at
+        least, and no more than fit into load memory.
         """
         batches = self.resident()
         if not batches:
@@ -180,10 +180,10 @@ class PoolWorkload:
         return self._result(meter, before)
 
     def mixed_phase(self, limit: Limit) -> dict[str, Any]:
-        """Both at once, each on a thread of its own, until the limit holds for each."""
+        """Stores and retrieves on a thread each, until the limit is reached for both."""
         writes, reads, both = Meter(), Meter(), Meter()
         resident = self.resident()
-        # The youngest quarter: what is read stays young, so the puts evict the rest.
+        # The newest quarter: reads keep it recent, so the puts evict other objects.
         order = self._shuffled(resident[-max(1, len(resident) // 4) :])
         before = self.store.stats()
         with both.timed(), ThreadPoolExecutor(2) as threads:
@@ -200,9 +200,9 @@ class PoolWorkload:
         }
 
     def layerwise_phase(self, limit: Limit, batches: list[int]) -> dict[str, Any]:
-        """Loads one long prefix again and again, waiting for every layer in turn.
+        """Loads one long prefix repeatedly, and waits for layer after layer.
 
-        The latencies are those of the first layer.
+        Latencies are those of the first layer.
         """
         meter = Meter()
         before = self.store.stats()
@@ -225,7 +225,7 @@ class PoolWorkload:
     def phases(
         self, limit: Limit, prefix_pages: int = 0, prefix: list[int] | None = None
     ) -> dict[str, Callable[[], dict[str, Any]]]:
-        """By name; layerwise: of a prefix, or of the youngest pages."""
+        """The phases by name; layerwise: of a prefix, by default the newest pages."""
         return {
             "store": lambda: self.store_phase(limit),
             "retrieve": lambda: self.retrieve_phase(limit),
@@ -246,7 +246,7 @@ class PoolWorkload:
         self._pipeline(meter, limit, self.put, finish)
 
     def _loads(self, meter: Meter, limit: Limit, order: list[int]) -> list[PendingLoad]:
-        """Returns the loads whose pages still hold what they loaded."""
+        """Returns the loads whose pages were not overwritten by later loads."""
         last: deque[PendingLoad] = deque(maxlen=self.inflight)
         started = itertools.count()
         turn = itertools.cycle(order)
@@ -291,7 +291,7 @@ class PoolWorkload:
                 finish_oldest()
 
     def _check(self, loads: list[PendingLoad]) -> None:
-        """Counts pages that do not hold what their source page holds."""
+        """Counts pages whose content differs from their source page's."""
         for loaded in loads if self.is_checked else ():
             if not loaded.ticket.wait_settled(WAIT_S):
                 raise DeviceTimeout("a load does not settle; look at the kernel's log")

@@ -1,4 +1,4 @@
-"""Reads by an engine without a store: a job is prepared, and then submitted by one native call."""
+"""Reads by an engine without a store: a prepared job that is submitted by one native call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tutti.native import address
 
 
 class PreparedRead:
-    """A job that reads extents into pages (n,) of registered memory, as often as it is opened.
+    """A prepared job that reads extents into pages (n,) of registered memory; can be repeated.
 
-    digests: (n, layers), which are compared with those of the bytes that were read.
+    digests: (n, layers), to compare with the digests of the bytes read.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PreparedRead:
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
 
     def open(self) -> tuple[Job, Callable[[], int]]:
-        """A job and the call that submits it, whose result is for `Engine.check_started`."""
+        """A job, and the call that submits it, whose result `Engine.check_started` takes."""
         job = self._engine.open_job(self._status, self._kept, None)
         self._config.tag = job.tag
         arguments = self._engine.handle, ctypes.byref(self._config), ctypes.byref(job.native)

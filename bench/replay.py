@@ -1,10 +1,10 @@
 """Replays a request trace through a store with real bytes, every one of which is checked.
 
-For each request: look up its blocks, load the prefix that hits, compare every byte with what the
-keys stand for, "compute" the missing blocks and put them. Only look-ups, loads and puts are timed.
-The hit rate stands next to what unlimited capacity, Belady's MIN and plain LRU over single blocks
-reach with the same trace (tutti/bench/belady.py).  A request is played on another thread than the
-main one, as in a server: a call from the main thread, which Ctrl-C interrupts, costs a switch more.
+For each request: look up its blocks, load the prefix that hits, compare every byte with the content
+derived from the key, "compute" the missing blocks and put them. Only look-ups, loads and puts are
+timed. The hit rate is shown next to those of unlimited capacity, Belady's MIN and plain LRU over
+single blocks for the same trace (tutti/bench/belady.py).  Requests run on a thread other than the
+main one, as in a server: calls on the main thread, which Ctrl-C may interrupt, cost a switch more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPEEDS = ("capacity", "", "GB/s", "p50 ms", "p99 ms", "CPU-s/GB", "fio's", "mean
 
 GOAL = 0.6  # CPU-s/GB, of all threads
 
-# A replay has one request under way: more pins would only keep a small pool from evicting.
+# A replay has one request in flight: more pins would only prevent evictions in a small pool.
 _PIN_LOOKUPS = 1
 _COUNTERS = ("eviction", "evicted", "evicted_too_early", "dropped", "mismatches", "commands")
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Replays the trace once for each capacity; `wrong` counts pages with wrong bytes in all.
+    """Replays the trace once per capacity; `wrong` is the total number of pages with wrong bytes.
 
     Raises ConfigError for a trace or numbers that are not acceptable, and what the store raises.
     """
@@ -149,7 +149,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """Why there are no numbers of fio, and what the engine leaves of the goal to the store."""
+    """Why fio's numbers are missing, and how much of the goal the engine leaves to the store."""
     runs = result["runs"]
     found = [run["floor_not_measured"] for run in runs if "floor_not_measured" in run]
     notes = [f"fio: not measured: {found[0]}"] if found else []
@@ -157,7 +157,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def bounds_of(run: dict[str, Any]) -> str:
-    """What the engine alone leaves of the goal, and what its parts are."""
+    """How much of the goal the engine alone leaves, and its parts."""
     load = run["load"]
     engine, reads, many = (run["engine"][k]["cpu_s_per_gb"] for k in (VERIFIED, UNVERIFIED, MANY))
     fio = f" (fio {load['fio_cpu_s_per_gb']:.2f})" if "fio_cpu_s_per_gb" in load else ""
@@ -178,7 +178,7 @@ class Replayer:
         self, store: ObjectStore, *, pages: int, page_size: int, hugepages: bool = True
     ) -> None:
         self.store = store
-        self.alone: EngineAlone | None = None  # reads again what was loaded
+        self.alone: EngineAlone | None = None  # repeats the loads
         self.pages_per_block = BLOCK_TOKENS // page_size
         self.memory = store.allocate_memory(pages, hugepages=hugepages)
         self._stamps = Stamps(self.memory)

@@ -1,7 +1,7 @@
-"""Commands per second of a queue pair: the protocol's own ceiling.
+"""Measures the commands per second of a queue pair, which is the limit of the protocol.
 
-A controller over memory checks every command and completes it without moving a byte, so what is
-left is the cost of submission, doorbells and completions. One thread submits, one executes.
+A memory controller checks and completes every command without moving a byte, so only the cost of
+submission, doorbells and completions is measured. One thread submits, one executes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Runs every depth with every batch.
 
-    Raises ConfigError for unacceptable numbers, DeviceTimeout when the controller falls silent.
+    Raises ConfigError for invalid numbers, DeviceTimeout if the controller stops answering.
     """
     if min(args.commands, args.repeats, *args.batches) < 1:
         raise ConfigError("--commands, --repeats and --batches count from 1")
@@ -84,7 +84,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def read_commands(depth: int, batch: int, block_nbytes: int, commands: int) -> tuple[float, float]:
-    """(wall s, CPU s) of so many reads through a fresh queue pair."""
+    """(wall s, CPU s) of reads through a new queue pair."""
     controller = MemoryController([_NAMESPACE_NBYTES], mode="zero_copy")
     buffer = HostBuffer(max(_BUFFER_NBYTES, block_nbytes))
     region = controller.register(buffer)

@@ -1,18 +1,18 @@
-"""Fetching through the second tier against Mooncake's own batch get, in turns, on the same values.
+"""Compares fetches of the second tier with Mooncake's own batch get of the same values.
 
-Then local loads while the tier has nothing to do, asks for pages that no node has, and fetches; and
-without this tier, while a process reads the same values by Mooncake, or the pool stores as many.
+Also measures local loads while the tier is idle, asks for pages that no node has, and fetches; and
+without the tier, while a process reads the same values by Mooncake, or the pool stores as many.
 
-The tier's time runs from a look-up's miss until the pages are verified and stored in the pool; that
-of Mooncake until they are in memory, in one batch, in a process as nice as the tier's.  Then in
-turn, what bounds any tier that keeps what it fetches: the same batch get while the pool stores as
-many pages that it has in memory, until both are over; and, with nothing of Tutti, gets of an eighth
-each, of which one thread hashes the last and writes it, in one call past the page cache, while the
-next is under way.  Each round begins with another.
+The tier's time runs from a look-up's miss until the pages are verified and stored in the pool.
+Mooncake's time runs until they are in memory, in one batch, in a process with the same nice values.
+Two more calls bound any tier that stores its fetches: the same batch get while the pool stores as
+many pages from memory, until both have ended; and, without Tutti, gets of an eighth each, where a
+thread hashes each part and writes it in one call with direct I/O while the next one is read.  The
+order of calls rotates with the rounds.
 
-CPU time of all of them is counted too, with that of the cluster's processes on this machine.  How
-many keys a second the master answers (batch exists) is measured in a loop of its own.  Without
-``--remote`` a cluster is started here.
+CPU time is measured, too, with that of the cluster's processes on this machine.  The keys per
+second that the master answers (batch exists) are measured separately.  Without ``--remote`` a
+cluster is started here.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _LAYERS = 16
 _SEGMENT_NBYTES_MIN = 64 << 20
 _WAIT_S = 60.0
 _POLL_S = 0.001
-_LOADS, _LOAD_PAGES = 500, 4  # several waits of the tier
+_LOADS, _LOAD_PAGES = 500, 4  # enough for several waits of the tier
 _FETCHES = ("tier", "mooncake")
 _KEEPING = ("mooncake_and_store", "mooncake_and_write")
-#: What happens beside local loads; "again" is idle too, so that it shows the noise.
+#: Concurrent work of local loads; "again" is also idle, and shows the noise.
 _BESIDE = ("idle", "again", "asking", "fetching", "mooncake", "storing")
 
 
@@ -78,7 +78,7 @@ def _until(done: Callable[[], bool], what: str) -> None:
 
 
 class Fetcher:
-    """A pool with a second tier that has its pages."""
+    """A pool, and a second tier that has its pages."""
 
     def __init__(self, store: ObjectStore, config: RemoteConfig, keys: Keys) -> None:
         self.store, self.config, self.keys = store, config, keys
@@ -118,7 +118,7 @@ class Fetcher:
         return process.pid
 
     def store_beside(self, memory: HostMemory, work: Callable[[], object]) -> float:
-        """Seconds of storing as many pages from memory, beside work, until both are over."""
+        """Seconds of storing as many pages from memory, during work, until both have ended."""
         self.store.clear(deallocate=False)
         start_s = time.monotonic()
         ticket = self.store.put(self.keys, range(len(self.keys)), memory=memory)
@@ -132,9 +132,9 @@ class Fetcher:
 
 
 class Local:
-    """Loads of pages that the pool has, in turns with and without work for its tier.
+    """Loads of stored pages, alternately with and without work for the tier.
 
-    reader: a process that reads the tier's values, and stores nothing.
+    reader: a process that reads the tier's values but does not store them.
     """
 
     def __init__(self, fetcher: Fetcher, reader: Reader, rng: np.random.Generator) -> None:
@@ -146,10 +146,10 @@ class Local:
         self._other = self._store.allocate_memory(len(fetcher.keys))
         self._put: PutTicket | None = None
         self.p99_ms: dict[str, list[float]] = {name: [] for name in _BESIDE}
-        self.fetched_gb_per_s: list[float] = []  # beside the loads
+        self.fetched_gb_per_s: list[float] = []  # during the loads
 
     def measure(self) -> None:
-        """One round of each, in any order."""
+        """One round of each, in random order."""
         for name in self._rng.permutation(_BESIDE):
             self._refill()
             taken = []
@@ -171,13 +171,13 @@ class Local:
         return self._fetcher.tier._counts["fetched"]
 
     def _refill(self) -> None:
-        """The pool has the pages that are loaded, and no others; the first load is not timed."""
+        """Empties the pool and stores the pages to load; the first load is not timed."""
         self._store.clear(deallocate=False)
         self._store.put(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
         self._store.load(self._keys, self._pages, memory=self._memory).wait(_WAIT_S)
 
     def _work(self, name: str) -> None:
-        """What a look-up beside the load gives the tier to do."""
+        """Gives work to the tier, as a look-up during the load would."""
         if name == "asking":
             self._fetcher.tier.missed(self._rng.integers(0, 256, (_LOAD_PAGES, 16), np.uint8))
         elif name == "fetching" and self._is_idle():

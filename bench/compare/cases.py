@@ -1,4 +1,4 @@
-"""The cases of bench/compare/run.py: which systems, shapes and sizes stand against each other."""
+"""The cases of bench/compare/run.py: the systems, shapes and sizes that are compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FILE_BARS = {"store": 2.0, "retrieve": 1.5}  # times a file per object
 _DIRECTION = {"store": "write", "retrieve": "read", "layerwise": "read"}
 _PREFIX_SHAPE = "16x128KiB"  # of the pages of a long prefix
 _CHURN = 10  # bytes stored over capacity
-# What a store keeps on hugepages besides registered memory: record staging, its engine's lists.
+# A store's other memory on hugepages: staging of records, and its engine's descriptor lists.
 _STORE_NBYTES = 256 * MiB
 
 Cells = dict[str, dict[str, Any]]
@@ -50,7 +50,7 @@ Cells = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every case needs to know; see the arguments of tutti/bench/compare/run.py."""
+    """Parameters of all cases; see the arguments of tutti/bench/compare/run.py."""
 
     directories: tuple[Path, ...]
     pairs: int
@@ -66,7 +66,7 @@ class Setup:
 
     @property
     def directory(self) -> Path:
-        """Of what Tutti is compared with: the first; its own pools have a member in each."""
+        """The first folder, for the systems compared with; Tutti's pools have a member in each."""
         return self.directories[0]
 
     def pool(self, name: str, plan: PoolPlan) -> AbstractContextManager[PoolWorkload]:
@@ -80,7 +80,7 @@ class Setup:
     def compare(
         self, a: ComparedSystem, b: ComparedSystem, bound: ComparedSystem | None = None
     ) -> dict[str, Any]:
-        """Pairs of rounds of two systems, and of a third one that shows what the medium gives."""
+        """Runs pairs of rounds of two systems, and of a third one that shows the medium's limit."""
         return compare(a, b, pairs=self.pairs, progress=self.progress, bound=bound, seed=self.seed)
 
     def plan(self, shape: str, **more: Any) -> PoolPlan:
@@ -174,7 +174,7 @@ def files(setup: Setup) -> Cells:
 
 
 def _not_measured(error: Unsupported) -> dict[str, str]:
-    """A cell that only has a reason; of: the system that is lacking, if it is not the store."""
+    """A cell without numbers, with the reason; of: the missing system, if it is not the store."""
     cell = {"not_measured": str(error)}
     return {**cell, "of": "fio"} if isinstance(error, FioUnavailable) else cell
 
@@ -182,9 +182,9 @@ def _not_measured(error: Unsupported) -> dict[str, str]:
 def _file_cells(
     setup: Setup, plan: PoolPlan, wanted: dict[str, str], *, direct: bool, hugepages: bool
 ) -> Cells:
-    """Cells by their phases, of a pool on hugepages; hugepages: the files and fio have them too.
+    """A cell per phase, of a pool on hugepages.  hugepages: the files and fio use them, too.
 
-    In a phase each system moves through as many bytes of memory as its batches in flight have.
+    In a phase every system uses as much memory as the batches in flight have.
     """
     cells: Cells = {}
     path = str(setup.directory / "fio.data")
@@ -225,7 +225,7 @@ def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int) -> FioJob:
 
 
 def _file_bar(found: dict[str, Any], bar: float | None) -> dict[str, str]:
-    """Whether the bar was reached, and what fio makes of as much memory."""
+    """Whether the bar was reached, and fio's speed with as much memory."""
     words = []
     if bar is not None:
         ratio = found["speed_ratio"]["median"]
@@ -255,7 +255,7 @@ def cpu_verify(setup: Setup) -> Cells:
         cell = f"{phase} {shape}"
         if not setup.wanted(cell):
             continue
-        # One batch of 64 MiB at a time: little enough memory that much of it stays in a cache.
+        # One batch of 64 MiB at a time, so that much of the memory stays in a cache.
         plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
         bare = replace(plan, verify="off")
         with setup.pool("verified", plan) as verified, setup.pool("bare", bare) as unverified:
@@ -323,7 +323,7 @@ CASES: dict[str, Callable[[Setup], Cells]] = {
 
 
 def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded: bool) -> Cells:
-    """bounded: registered memory as large as fio's buffers: its size changes the bandwidth."""
+    """bounded: register as much memory as fio has buffers, because its size affects bandwidth."""
     cells: Cells = {}
     for shape, memory, phase in itertools.product(shapes, setup.memory, PHASES):
         cell = f"{phase} {shape}, {memory} pages"
@@ -368,9 +368,9 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
 
 
 def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
-    """The same in as much registered memory as fio has buffers, which excludes verification.
+    """The plan with as much registered memory as fio has buffers, which excludes verification.
 
-    Batches of 256 MiB: the pages of a long prefix.
+    Its batches are of 256 MiB, as for the pages of a long prefix.
     """
     memory_nbytes = IODEPTH * plan.shape.slice_nbytes
     return replace(
@@ -379,7 +379,7 @@ def _with_fio_memory(plan: PoolPlan) -> PoolPlan:
 
 
 def _calibrated(setup: Setup, workload: PoolWorkload) -> int:
-    """Bytes of a round, from a short one of retrieves."""
+    """Bytes per round, from a short round of retrieves."""
     measured = workload.retrieve_phase(Limit(setup.round_s / 4))
     return _round_nbytes(setup, measured["gb_per_s"])
 
@@ -391,7 +391,7 @@ def _round_nbytes(setup: Setup, gb_per_s: float) -> int:
 
 
 def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
-    """A pool with room for the prefix and half as much again, besides the reserve."""
+    """A pool with room for 1.5 times the prefix, in addition to the reserve."""
     shape = parse_shape(_PREFIX_SHAPE)
     capacity_nbytes = max(setup.size_nbytes, setup.prefix_pages * shape.object_nbytes * 3 // 2)
     return PoolPlan(
@@ -400,6 +400,6 @@ def _prefix_plan(setup: Setup, *, hugepages: bool) -> PoolPlan:
 
 
 def _prefix_round(setup: Setup, plan: PoolPlan, gb_per_s: float = 0.0) -> int:
-    """Whole prefixes for about `round_s`: one at least."""
+    """Bytes of whole prefixes for about `round_s`; at least one prefix."""
     prefix_nbytes = setup.prefix_pages * plan.shape.object_nbytes
     return max(1, round(gb_per_s * 1e9 * setup.round_s / prefix_nbytes)) * prefix_nbytes

@@ -1,4 +1,4 @@
-"""Ages a pool: chains of random length come, are looked up again or not, and are evicted."""
+"""Ages a pool: stores chains of random length, looks some of them up again, and evicts others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tutti.bench.pool_workload import WAIT_S, PoolWorkload
 from tutti.bench.stamps import numbered_keys
 from tutti.transfers.tickets import PutTicket
 
-#: Numbers of the keys of churn, apart from those of a workload's batches.
+#: First number of the keys of churn; distinct from those of a workload's batches.
 _FIRST_NUMBER = 1 << 40
 _MEAN_PAGES = 12
 _REMEMBERED = 256
 
 
 def churn(workload: PoolWorkload, nbytes: int, *, seed: int, progress: ProgressFactory) -> int:
-    """Puts so many bytes in chains of geometric length; returns how many objects.
+    """Puts ``nbytes`` in chains of geometric length; returns the number of objects.
 
-    Before every second put, on average, one of the last chains is looked up, which makes it young:
-    so objects do not leave in the order in which they came.
+    Before every second put, on average, one of the last chains is looked up, which makes it recent:
+    so objects are not evicted in the order in which they were stored.
     """
     rng = np.random.default_rng(seed)
     store, source_pages = workload.store, workload.source_pages

@@ -1,7 +1,7 @@
 """Measures the index: memory per object, recovery after a crash, and CPU time per prompt.
 
-The time is of one thread that hashes the prompt's tokens, looks all of its pages up and inserts
-them, in an index that is full but for these pages.
+The CPU time is that of one thread, which hashes the prompt's tokens, looks all of its pages up and
+inserts them, in an index that is full except for these pages.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _THREADS = 8
 
 
 def measure(directory: str, records: int) -> dict[str, Any]:
-    """Fills a pool with so many objects, loses the process, and recovers; then a clean open.
+    """Fills a pool, kills the process, and measures the recovery and a clean open.
 
-    `minus_read_s` is the recovery without the time in which the same bytes can be read.
-    Raises MediumError when the objects that were acknowledged are not found again.
+    records: number of objects.  `minus_read_s` is the recovery's time minus the time to read the
+    same bytes.  Raises MediumError if acknowledged objects are lost.
     """
     path = Path(directory) / "recovery.tutti"
     try:
@@ -69,9 +69,9 @@ def measure(directory: str, records: int) -> dict[str, Any]:
 
 
 def latency(records: int, pairs: int, seed: int) -> dict[str, Any]:
-    """Medians for prompts of 128K to 1M tokens, each in one cell, in an index of so many objects.
+    """Medians for prompts of 128K to 1M tokens, a cell each, in an index of ``records`` objects.
 
-    Raises MediumError when a look-up does not find what was inserted.
+    Raises MediumError if a look-up does not find inserted pages.
     """
     rng = np.random.default_rng(seed)
     index = Index(records + CONTEXTS[-1] // PAGE_SIZE, seed=seed)
@@ -101,7 +101,7 @@ def latency(records: int, pairs: int, seed: int) -> dict[str, Any]:
 
 
 def fill_and_vanish(path: str, records: int) -> None:
-    """Puts so many objects into a pool and ends the process without closing it."""
+    """Puts ``records`` objects into a pool and ends the process without closing it."""
     store = object_store.open(path, verify="always", profile=None)
     workload = PoolWorkload(store, batch_pages=_BATCH_PAGES, inflight=4, load_pages=1)
     workload.store_phase(Limit(None, records * SHAPE.object_nbytes))
@@ -109,7 +109,7 @@ def fill_and_vanish(path: str, records: int) -> None:
 
 
 def _make_pool(path: Path, records: int) -> Geometry:
-    # A whole batch more than asked for, and what the store holds in reserve.
+    # One batch more, and the store's reserve.
     slots = (records + 2 * _BATCH_PAGES) * 65 // 64
     per_slot = SHAPE.object_nbytes + RECORD_NBYTES + 64
     capacity_nbytes = slots * per_slot + 64 * MiB
@@ -123,8 +123,8 @@ def _make_pool(path: Path, records: int) -> Geometry:
 
 
 def _wait_unlocked(path: Path) -> None:
-    """Waits until the kernel has ended a dead process's io_uring, which holds the file and
-    so the lock, a moment after the process.
+    """Waits until the kernel has ended a dead process's io_uring, which keeps the file's lock for a
+    moment after the process.
     """
     deadline_s = time.monotonic() + _UNLOCK_TIMEOUT_S
     with open(path, "rb") as file:

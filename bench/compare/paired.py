@@ -1,4 +1,4 @@
-"""Compares two systems by rounds that alternate A B B A, so that drift hits both alike."""
+"""Compares two systems by rounds in the order A B B A, so that drift affects both equally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Round:
 
 @dataclass(frozen=True)
 class ComparedSystem:
-    """A name, and what runs one round."""
+    """A name, and the function that runs one round."""
 
     name: str
     round: Callable[[], Round]
@@ -40,11 +40,11 @@ def compare(
     bound: ComparedSystem | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Runs `pairs` pairs after a warm-up of each that is thrown away.
+    """Runs `pairs` pairs after a warm-up of each system, which is not counted.
 
     twin: run B a second time in each pair; B against itself is the noise floor.
-    bound: a third system in each pair, which shows what the medium gives; its ratios are over B.
-    The pairs go on without it when it raises Unsupported, and the reason is in its place.
+    bound: a third system in each pair, which shows the medium's limit; its ratios are over B.  If
+    it raises Unsupported, the pairs continue without it, and the result has the reason instead.
     Ratios are A over B: medians over the pairs with 95 % bootstrap intervals.
     """
     if pairs < 1:
@@ -106,6 +106,6 @@ def _ratios(above: list[Round], below: list[Round], seed: int) -> dict[str, Any]
         "speed_ratio": bootstrap_median(speed, seed=seed).to_dict(),
         "cpu_difference_s_per_gb": bootstrap_median(difference, seed=seed).to_dict(),
     }
-    # fio reports CPU time in thousandths of a short job: a round without any is possible.
+    # fio reports CPU time as thousandths of the run time, which may be 0 for a short job.
     summary["cpu_ratio"] = bootstrap_median(cpu, seed=seed).to_dict() if cpu else None
     return summary

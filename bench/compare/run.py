@@ -2,9 +2,9 @@
 
     python -m tutti.bench.compare.run bandwidth-fio --dir DIR --pairs 7
 
-Every comparison alternates its two systems (bench/compare/paired.py). Both move the same bytes in a
-round, by direct I/O, on files of the same size on the same file system that were written in full
-before. The result of a case goes to OUT/CASE.json together with a description of the machine.
+Every comparison alternates its two systems (bench/compare/paired.py). In a round both move the same
+number of bytes, by direct I/O, on files of the same size on the same file system, which were
+written completely before. OUT/CASE.json gets a case's result and a description of the machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
 
 
 def run_case(name: str, setup: Setup) -> dict[str, Any]:
-    """Measures one case: its cells by name, or why they could not be measured."""
+    """Measures one case; cells by name, or the reason why they could not be measured."""
     return {
         "benchmark": "compare",
         "case": name,
@@ -99,7 +99,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """Other cells, bars, and that a pool had several members and its rival one folder."""
+    """Notes: other cells, bars, and whether a pool had several members but its rival one folder."""
     shown = {name: cell.get("bar") if "speed_ratio" in cell else _plain(cell)
              for name, cell in result["cells"].items()}  # fmt: skip
     members = result.get("members", 1)
@@ -124,7 +124,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases that are named; 0 when all were measured."""
+    """Runs the given cases; returns 0 if all were measured."""
     parser = argparse.ArgumentParser(prog="tutti.bench.compare.run", description=__doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)

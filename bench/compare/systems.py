@@ -1,4 +1,4 @@
-"""The systems that cases compare, each of which runs one round of a given number of bytes."""
+"""The systems that cases compare; each runs rounds of a given number of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH_NBYTES = 32 * MiB
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A pool and how it is used: everything but where it lies."""
+    """A pool and its use, except its location."""
 
     shape: KvPageShape
     capacity_nbytes: int
@@ -65,7 +65,7 @@ class PoolPlan:
 def filled_pool(
     directories: Sequence[Path], name: str, plan: PoolPlan, progress: ProgressFactory
 ) -> Iterator[PoolWorkload]:
-    """A pool that was written in full once, by puts that filled all of it."""
+    """A pool that was filled completely once by puts."""
     with temporary_pool(
         [str(directory / f"{name}.tutti") for directory in directories],
         plan.shape.layout(),
@@ -167,6 +167,6 @@ def file_systems(
 
 
 def check(wrong: int) -> None:
-    """Raises ChecksumMismatch for pages with wrong bytes: speed without them means nothing."""
+    """Raises ChecksumMismatch for pages with wrong bytes, which make a speed meaningless."""
     if wrong:
         raise ChecksumMismatch(f"{wrong} pages held wrong bytes; the measurement is void")

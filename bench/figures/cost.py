@@ -1,4 +1,4 @@
-"""Cost of tokens, and where two curves cross: what figures compute from their rows."""
+"""Computes values of figures from their rows: costs of tokens, and crossings of curves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tutti.errors import ConfigError
 
 @dataclass(frozen=True)
 class Prices:
-    """Dollars an hour: of a GPU, and of a gigabyte (10^9 bytes) of DRAM and of SSD."""
+    """Dollars per hour of a GPU, and of a gigabyte (10^9 bytes) of DRAM and of SSD."""
 
     gpu: float
     dram_gb: float
     ssd_gb: float
 
     def per_hour(self, row: Row) -> float:
-        """Of the machine that a row describes."""
+        """Dollars per hour of a row's machine."""
         amounts = (value(row, "gpus"), value(row, "dram_gb"), value(row, "ssd_gb"))
         return sum(
             p * n for p, n in zip((self.gpu, self.dram_gb, self.ssd_gb), amounts, strict=True)
@@ -27,9 +27,9 @@ class Prices:
 
 
 def per_million_tokens(row: Row, prices: Prices) -> float | None:
-    """Dollars for 10^6 tokens, prompts and answers together; None where nothing was served.
+    """Dollars per 10^6 tokens, prompts and answers together; None if nothing was served.
 
-    As in section 4.3 of the Tutti paper (arXiv 2605.03375), wear of the SSDs left out.
+    As in section 4.3 of the Tutti paper (arXiv 2605.03375), without wear of the SSDs.
     """
     tokens_per_s = (number_of(row, "input_tokens_per_s") or 0.0) + (
         number_of(row, "output_tokens_per_s") or 0.0
@@ -38,7 +38,7 @@ def per_million_tokens(row: Row, prices: Prices) -> float | None:
 
 
 def interval_per_million(row: Row, prices: Prices) -> tuple[float, float] | None:
-    """The least and the most of the same, where the row has intervals of its tokens."""
+    """The interval of `per_million_tokens`, if the row has intervals of its tokens."""
     low, high = (number_of(row, f"tokens_{end}_per_s") for end in ("low", "high"))
     return (_dollars(row, prices, high), _dollars(row, prices, low)) if low and high else None
 
@@ -48,9 +48,9 @@ def _dollars(row: Row, prices: Prices, tokens_per_s: float) -> float:
 
 
 def crossings(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> list[float]:
-    """Where two curves of straight pieces cross, within the range that both cover.
+    """x of the crossings of two piecewise linear curves, within the range that both cover.
 
-    Points are (x, y); touching without crossing counts, lying on each other does not.
+    Points are (x, y).  Touching counts as crossing, coinciding does not.
     Raises ConfigError for two values at one x.
     """
     first, second = sorted(a), sorted(b)

@@ -1,4 +1,4 @@
-"""Rows of figures: from results, from CSV and to CSV.  A figure is drawn from its rows alone."""
+"""Rows of figures: made from results, read from and written to CSV.  Figures need only rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tutti.base.checks import open_regular
 from tutti.bench.writable import check_writable
 from tutti.errors import CapacityError, ConfigError, system_message
 
-#: A line of a CSV: column -> text.  Empty text is a value that is not there.
+#: A line of a CSV: column -> text.  Empty text is a missing value.
 Row = dict[str, str]
 
-#: The file in a folder of results that figures are drawn from.
+#: Name of the file with a result, in a folder of results.
 RESULT = "result.json"
 
 RATE, BANDWIDTH, PREFIX, HIT_RATE, COST = "rate", "bandwidth", "prefix", "hit-rate", "cost"
 SHARE, BUBBLE, RESIDENCY = "share", "bubble", "residency"
 PUBLISHED, FITTED = "published", "published (fitted)"
-#: Sources that are drawn as stars; fitted: the simulator was fitted to it.
+#: Sources that are drawn as stars; FITTED: points that the simulator was fitted to.
 STARS = (PUBLISHED, FITTED)
 
-#: Columns of each figure; every one has these two.  source: one of SOURCES.  commit: of the code
-#: that simulated or measured the row.
+#: Columns of each figure.  All have source (one of SOURCES) and commit (of the code that simulated
+#: or measured the row).
 COLUMNS = {
     RATE: (
         *("system", "source", "rate", "ttft_ms", "ttft_low_ms", "ttft_high_ms"),
@@ -70,7 +70,7 @@ def read_csv(path: Path, kind: str) -> list[Row]:
 
 
 def read_result(path: Path, wanted: str) -> dict[str, Any]:
-    """A result, of which `path` is the file or the folder.  Raises ConfigError."""
+    """Reads a result; `path`: its file or folder.  Raises ConfigError."""
     path = path / RESULT if path.is_dir() else path
     try:
         with open_regular(path) as file:
@@ -123,7 +123,7 @@ def write_csv(path: Path, rows: Sequence[Row], kind: str) -> None:
 
 
 def number_of(row: Mapping[str, Any], column: str) -> float | None:
-    """A cell as a finite number; None for an empty one and for what is none."""
+    """A cell as a finite number; None if it is empty or not a finite number."""
     try:
         value = float(row[column])
     except (TypeError, ValueError):
@@ -132,7 +132,7 @@ def number_of(row: Mapping[str, Any], column: str) -> float | None:
 
 
 def value(row: Row, column: str) -> float:
-    """A cell that has to be there.  Raises ConfigError."""
+    """A required cell.  Raises ConfigError if it is missing."""
     found = number_of(row, column)
     if found is None:
         raise ConfigError(f"a row of {row['system']} has no {column}; leave the row out")

@@ -1,4 +1,4 @@
-"""The figures themselves, with matplotlib: one function per kind, from rows alone."""
+"""Draws the figures from rows, with matplotlib: one function per kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COLUMNS = {RATE: 2, RESIDENCY: 3}
 _MARKERS = "osD^vP*X"
 _DASHES = ("-", "-", "--", ":", "-.", "-", "--", ":")
 _STAR_LABELS = {PUBLISHED: "published, not used to fit", FITTED: "published, used to fit"}
-#: x, y, how far the bar goes down and up, and the row.
+#: x, y, length of the error bar (down, up), and the row.
 _Point = tuple[float, float, tuple[float, float] | None, Row]
 
 
@@ -50,7 +50,7 @@ def draw(
 ) -> list[Path]:
     """Draws <stem>.png and <stem>.svg; returns them, or nothing without matplotlib.
 
-    slo_ms: where the TTFT's limit is drawn.
+    slo_ms: TTFT at which a limit is drawn.
     """
     canvas = blank_figure(_COLUMNS.get(kind, 1))
     if canvas is None:
@@ -88,7 +88,7 @@ def draw(
 
 
 def _label(rows: Sequence[Row]) -> str:
-    """How the curves came about; published points are stars, which the legend names."""
+    """The source of the curves; published points are stars, which the legend explains."""
     made = sorted({row["source"] for row in rows} - set(STARS)) or [PUBLISHED]
     if made == ["measured"] or "measured" not in made:
         return ", ".join(made)
@@ -104,7 +104,7 @@ def _legend(axis: Any) -> None:
 
 
 def _systems(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each curve, in the order of the file; among several sources the name tells which."""
+    """Rows by curve, in the order of the file; names include the source if there are several."""
     sources = {row["source"] for row in rows} - set(STARS)
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -152,14 +152,14 @@ def _lines(axis: Any, rows: Sequence[Row], x: str, name: str) -> None:
             mean = number_of(row, f"{name}_ms")
             if mean is not None:
                 low, high = (_or(row, f"{name}_{end}_ms", mean) for end in ("low", "high"))
-                # A logarithmic axis ends above 0, where an interval of few runs may not.
+                # A logarithmic axis ends above 0; the interval of few runs may not.
                 bar = None if low == high else (min(mean * 0.9, mean - low), high - mean)
                 points.append((value(row, x) if x else hit_share(row), mean, bar, row))
         _curve(axis, system, number, points)
 
 
 def _curve(axis: Any, system: str, number: int, points: list[_Point]) -> None:
-    """Points that mean little are hollow and have no bars.  Without any, the legend has it."""
+    """Draws a curve; unreliable points are hollow, without bars.  Also in the legend if empty."""
     style = _style(number)
     points = sorted(points, key=lambda point: point[0])
     axis.plot([p[0] for p in points], [p[1] for p in points], **style | {"marker": ""})
@@ -180,7 +180,7 @@ def _curve(axis: Any, system: str, number: int, points: list[_Point]) -> None:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Of a curve: thinner than those below it and with gaps, so that curves that coincide show."""
+    """Style of a curve: thinner than those below it and dashed, so that coinciding curves show."""
     place = number % len(COLOURS)
     width = max(1.2, 3.6 - 0.6 * place)
     style = {"linewidth": width, "markersize": 3.5 + 1.5 * width, "linestyle": _DASHES[place]}
@@ -211,7 +211,7 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def by_length(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """(tokens, GB/s), one for each length: batches below one object all move that object."""
+    """(tokens, GB/s), one per length: batches below one object all move one object."""
     speeds: dict[float, list[float]] = {}
     for row in rows:
         speeds.setdefault(value(row, "tokens"), []).append(value(row, "gb_per_s"))
@@ -245,7 +245,7 @@ def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def crossings_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Two systems, and the hit rates at which their TTFT is the same."""
+    """Pairs of systems, and the hit rates at which their TTFTs are equal."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for system, found in _systems(rows).items():
         known = [row for row in found if number_of(row, "ttft_ms") is not None]
@@ -255,7 +255,7 @@ def crossings_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def hit_share(row: Row) -> float:
-    """Percent of a prompt's tokens that its cached prefix holds."""
+    """Percentage of a prompt's tokens that are in its cached prefix."""
     return 100 * value(row, "prefix_tokens") / value(row, "total_tokens")
 
 
@@ -328,7 +328,7 @@ def _residency(axes: Sequence[Any], rows: Sequence[Row]) -> None:
 
 
 def _ranges(rows: Sequence[Row]) -> list[list[float]]:
-    """How far the slowest and the fastest round are from the median."""
+    """Distances of the slowest and the fastest round from the median."""
     middle = [value(row, "read_gb_per_s") for row in rows]
     ends = [[value(row, f"read_gb_per_s_{end}") for row in rows] for end in ("low", "high")]
     return [[abs(e - m) for e, m in zip(end, middle, strict=True)] for end in ends]

@@ -35,9 +35,9 @@ FIGURES = (
 def draw_paper(
     folder: Path, out: Path, draw_one: Callable[[PaperFigure, list[data.Row], Path], list[str]]
 ) -> tuple[list[data.Row], list[str]]:
-    """Draws every figure from its CSV in a folder; all rows, and the files that were written.
+    """Draws every figure from its CSV in a folder; returns all rows and the files written.
 
-    Raises ConfigError for a CSV that is missing, before anything is drawn.
+    Raises ConfigError for a missing CSV, before anything is drawn.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the one with the CSVs of the figures")

@@ -1,4 +1,4 @@
-"""`tutti bench figures`: PNG, SVG and CSV of one figure, from results or from a CSV alone.
+"""`tutti bench figures`: PNG, SVG and CSV of one figure, from results or from a CSV.
 
 rate: TTFT and ITL against request rate.  bandwidth: retrieve and store against context length.
 prefix: TTFT against the cached prefix.  hit-rate: the same against the share that hits, with
@@ -21,9 +21,9 @@ from tutti.bench.figures.paper import PaperFigure, draw_paper
 from tutti.bench.writable import check_writable, options
 from tutti.errors import CapacityError, ConfigError
 
-# Dollars an hour as in the Tutti paper (arXiv 2605.03375), section 4.3.
+# Dollars per hour, from the Tutti paper (arXiv 2605.03375), section 4.3.
 PRICES = Prices(gpu=5.0, dram_gb=0.0088, ssd_gb=0.000082)
-#: The only limit that the paper names.
+#: The only limit in the paper.
 TTFT_LIMIT_MS = 1000.0
 PAPER = "paper"
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Writes the CSV and draws it.
 
-    Raises ConfigError for inputs of another kind, CapacityError where nothing can be written.
+    Raises ConfigError for inputs of another kind, CapacityError if files cannot be written.
     """
     machines = dict(_machine(text) for text in args.machine)
     prices = Prices(args.gpu_price, args.dram_price, args.ssd_price)
@@ -91,9 +91,9 @@ def write_figure(
     slo_ms: float = TTFT_LIMIT_MS,
     prices: Prices = PRICES,
 ) -> list[str]:
-    """Writes <stem>.csv, .png and .svg; the names of what was written.
+    """Writes <stem>.csv, .png and .svg; returns the names of the files.
 
-    Without matplotlib the CSV alone.  Raises CapacityError where nothing can be written.
+    Without matplotlib writes only the CSV.  Raises CapacityError if files cannot be written.
     """
     csv_path = stem.with_name(f"{stem.name}.csv")
     check_writable(*(stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")))
@@ -106,7 +106,7 @@ def write_figure(
 
 
 def report(result: dict[str, Any]) -> str:
-    """What was written, and the numbers that the figure adds."""
+    """The files written, and the numbers that the figure computes."""
     lines = [f"wrote {', '.join(result['files'])}: {result['rows']} rows"]
     if len(result["files"]) == 1:
         lines.append("drew nothing: matplotlib is not installed (pip install matplotlib)")

@@ -35,23 +35,23 @@ from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 DIRECTIONS = ("load", "store")
-#: The one whose answer counts most comes first: a run may be cut.
+#: The most important size first, because a run may be cut short.
 SLICES = (256 * KiB, 64 * KiB, MiB)
 BLOCKS = (16, 8, 4, 2, 1, 12, 24, 32)
-#: A thread that computes in Python ends within its next interval, 5 ms.
+#: Limit for the end of the thread that computes in Python; it ends within 5 ms.
 _PYTHON_S = 10.0
-#: Bytes of K, and of V, of a token in a layer of Llama-3-8B.
+#: Bytes of K (and of V) per token and layer of Llama-3-8B.
 _TOKEN_NBYTES = 2048
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """How much is measured.
+    """The amount of measurements.
 
-    pairs: of rounds.  round_s: how long a round of ours lasts; so many transfers are in one.
+    pairs: number of pairs of rounds.  round_s: duration of a round, which determines its transfers.
     batch_nbytes, layers: of one transfer; by default a layer has 8K tokens of Llama-3-8B.
-    staging_nbytes: the engine's own default.  tokens: of the layers that are scattered.
-    file_nbytes: of the file in folder.  until_s: of time.monotonic(), when no row begins any more.
+    staging_nbytes: by default the engine's.  tokens: of the layers that are scattered.
+    file_nbytes: of the file in folder.  until_s: time.monotonic() after which no row begins.
     """
 
     progress: ProgressFactory
@@ -66,13 +66,13 @@ class RoundPlan:
     until_s: float = math.inf
 
     def load(self, slice_nbytes: int) -> LayerLoad:
-        """A transfer of such slices, K and V apart."""
+        """A transfer of slices of this size, with K and V in separate segments."""
         return LayerLoad.of_nbytes(slice_nbytes, self.batch_nbytes, self.layers)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: its name, which is unique in its case, and what makes it."""
+    """One measurement: its name, unique in its case, and the function that makes it."""
 
     name: str
     work: Callable[[], dict[str, Any]]
@@ -83,7 +83,7 @@ Case = Callable[[GpuUnderTest, RoundPlan], list[Row]]
 
 @dataclass(frozen=True)
 class Way:
-    """How bytes are moved: an engine, a mover, and the blocks of kernels that move."""
+    """A way to move bytes: an engine, a mover, and the number of blocks of its kernel."""
 
     engine: str = "host"
     mover: str = "kernel"
@@ -91,13 +91,13 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For rows; the engine's default of 16 blocks is not said."""
+        """Name in rows; leaves out the default of 16 blocks."""
         blocks = f", {self.blocks} blocks" if self.mover == "kernel" and self.blocks != 16 else ""
         return f"{self.engine}, {self.mover}{blocks}"
 
 
 def round_trips(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """Bytes that are stored and loaded again are the same, by every engine and mover."""
+    """Checks with every engine and mover that stored bytes are loaded correctly."""
     ways = [Way("host", mover) for mover in _movers(machine)]
     if machine.modules is not None:
         ways += [Way(kind) for kind in KINDS]
@@ -123,8 +123,8 @@ def open_engine(machine: GpuUnderTest, way: Way, **how: Any) -> Any:
 
 @contextmanager
 def _checker(machine: GpuUnderTest, pages: DevicePages) -> Iterator[Callable[[Any], str]]:
-    """What stores random pages with an engine, wipes them and loads them: "right", or how many
-    bytes are not.  Pins its memory before the engine is there.
+    """A function that stores random pages with an engine, wipes them and loads them; returns
+    "right", or the number of wrong bytes.  Pins its memory before the engine is made.
     """
     driver, load = machine.driver, pages.load
     host = HostBuffer(load.nbytes)
@@ -160,15 +160,15 @@ def _movers(machine: GpuUnderTest) -> list[str]:
 
 
 def copy_engines(machine: GpuUnderTest) -> Way:
-    """Engine host with the best copies that the driver has."""
+    """The engine host with the driver's best copy call."""
     return Way("host", _movers(machine)[0])
 
 
 def first(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """The most important answers: is it right, and how fast are both movers."""
+    """The most important results: correctness, and the speed of both movers."""
     best = copy_engines(machine)
     loads = [plan.load(n) for n in SLICES]
-    # K and V apart make fragments of 32 KiB out of slices of 64; together a slice is one fragment.
+    # Separate K and V turn slices of 64 KiB into fragments of 32; in one segment there is one.
     loads.append(replace(loads[SLICES.index(64 * KiB)], segments=1))
     rows = [_row(machine, plan, best, load, d) for load in loads for d in DIRECTIONS]
     if machine.modules is not None:
@@ -177,13 +177,13 @@ def first(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 def engine(name: str, machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """One engine with each of its movers over a medium that moves nothing, against one memcpy."""
+    """One engine, with each of its movers, over a medium that moves nothing, against one memcpy."""
     if name in KINDS and machine.modules is None:
         raise Unsupported("no device code is loaded")
     ways = [Way("host", m) for m in _movers(machine)] if name == "host" else [Way(name)]
     loads = [plan.load(n) for n in SLICES]
     rows = [_row(machine, plan, w, load, d) for w in ways for load in loads for d in DIRECTIONS]
-    # The blocks of the others drive the queues as well: how many does it take?
+    # Blocks of the other engines also drive queues; measures how many are needed.
     few = (8, 4) if name in ("resident", "persistent") else ()
     return rows + [
         _row(machine, plan, Way(name, blocks=blocks), loads[0], direction)
@@ -208,14 +208,14 @@ def _row(
 def against_copies(
     machine: GpuUnderTest, plan: RoundPlan, way: Way, load: LayerLoad, direction: str, bar: str
 ) -> dict[str, Any]:
-    """An engine over a medium that moves nothing, and plain copies of as many bytes by turns."""
-    # Two transfers at once have all their layers staged, or as many as the engine's default allows.
-    # A store cuts its puts into parts of which two fit.
+    """Alternates an engine over a medium that moves nothing with plain copies of as many bytes."""
+    # Staging for all layers of two transfers, or the engine's default if that is smaller.
+    # A store splits its puts into parts of which two fit.
     staging_nbytes = plan.staging_nbytes
     if direction == "store" or 2 * load.slice_nbytes * load.pages > staging_nbytes // 2:
         staging_nbytes = 2 * load.nbytes + 64 * MiB
     with ExitStack() as stack:
-        # Before the engine: an allocation may wait for its kernels.
+        # Before the engine is made, because an allocation may wait for its kernels.
         pages = stack.enter_context(closing(DevicePages(machine.driver, load)))
         copies = stack.enter_context(closing(PlainCopies(machine.driver, pages)))
         submitter = stack.enter_context(open_engine(machine, way, staging_nbytes=staging_nbytes))
@@ -256,7 +256,7 @@ def scatter(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 def multiprocessors(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """How many blocks, one for each multiprocessor, the SM copy needs for the link's rate."""
+    """The number of blocks (one per multiprocessor) that the SM copy needs for the link's rate."""
     if machine.modules is None:
         raise Unsupported("no device code is loaded")
     return [
@@ -268,8 +268,8 @@ def multiprocessors(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 def interpreter(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """Transfers beside a thread that computes in Python, as SGLang's scheduler does while it has
-    nothing to do, against the same transfers alone.
+    """Transfers while a thread computes in Python, like SGLang's idle scheduler, against the same
+    transfers alone.
     """
     return [
         Row(f"{direction}, beside Python", partial(_beside_python, machine, plan, direction))
@@ -296,7 +296,7 @@ def _beside_python(machine: GpuUnderTest, plan: RoundPlan, direction: str) -> di
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """A thread computes in Python, and releases the GIL only at the end of its interval."""
+    """Runs a thread that computes in Python, and releases the GIL only after its interval."""
     is_over = False
 
     def compute() -> None:
@@ -314,7 +314,7 @@ def _computing() -> Iterator[None]:
 
 
 def cpu_time(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """CPU time of the whole process for 10^9 bytes, one engine after the other and back again."""
+    """CPU time of the process per 10^9 bytes, for the engines in order and in reverse order."""
     ways = [copy_engines(machine)]
     if machine.modules is not None:
         ways += [Way("launch"), Way("resident")]

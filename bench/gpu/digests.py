@@ -1,4 +1,4 @@
-"""Digests of slices in GPU memory, alone and while the copy engine runs."""
+"""Measures digests of slices in GPU memory, alone and while the copy engine runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digests(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 def _digests(machine: GpuUnderTest, plan: RoundPlan, blocks: int) -> dict[str, Any]:
-    # As many slices in a layer as a long prefix has: a warp takes a slice.
+    # As many slices per layer as a long prefix has, because a warp handles a slice.
     load = LayerLoad(256 * KiB, max(1, plan.batch_nbytes // (256 * KiB)), layers=1)
     moved_load = plan.load(256 * KiB)
     found: dict[str, list[float]] = {
@@ -64,7 +64,7 @@ def _digests(machine: GpuUnderTest, plan: RoundPlan, blocks: int) -> dict[str, A
 
 
 class _Hashed:
-    """Slices in GPU memory whose digests are computed again and again."""
+    """Slices in GPU memory whose digests are computed repeatedly."""
 
     def __init__(self, machine: GpuUnderTest, load: LayerLoad, blocks: int) -> None:
         assert machine.modules is not None
@@ -98,11 +98,11 @@ class _Hashed:
         self._pages.close()
 
     def _wait(self) -> None:
-        # With short pauses: another thread needs the interpreter, and a round is far longer.
+        # With short pauses, because another thread needs the GIL; a round is much longer.
         poll_until(lambda: self._driver.is_stream_done(self._stream), "the digests", 0.00005)
 
     def warm_up(self) -> None:
-        """Brings the tables over, and chooses the passes of a round."""
+        """Copies the tables to the device, and chooses the number of passes per round."""
         self._batch.upload(self._stream)
         self._wait()
         self.gb_per_s()

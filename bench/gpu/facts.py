@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-#: What stays as it is, then what moves.  Of `nvidia-smi --help-query-gpu`.
+#: Constant fields, then changing ones, of `nvidia-smi --help-query-gpu`.
 _STATIC = (
     *("name", "driver_version", "memory.total", "vbios_version", "ecc.mode.current"),
     *("mig.mode.current", "compute_mode", "persistence_mode", "power.limit"),
@@ -26,12 +26,12 @@ def describe_gpu() -> dict[str, str]:
 
 
 def clocks() -> dict[str, str]:
-    """Clocks, temperature, power and what holds them down, now."""
+    """Current clocks, temperature, power, and reasons of throttling."""
     return _query(_MOVING)
 
 
 def describe_host(gpu_node: int | None) -> dict[str, str]:
-    """What of the host decides how fast pinned memory is.  gpu_node: the GPU's NUMA node."""
+    """Properties of the host that affect pinned memory's speed.  gpu_node: the GPU's NUMA node."""
     nodes = len(list(_NODES.glob("node[0-9]*")))
     return {
         "numa_nodes": str(nodes or "unknown"),
@@ -42,7 +42,7 @@ def describe_host(gpu_node: int | None) -> dict[str, str]:
 
 
 def _query(fields: tuple[str, ...]) -> dict[str, str]:
-    """Values by field.  A driver that does not know one refuses all: then one by one."""
+    """Values by field.  A driver refuses a query with an unknown field: then queries one by one."""
     try:
         return _ask(fields)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The GPU path over a file, against fio; where fio is missing, against blocking threads."""
+"""Measures the GPU path over a file, against fio, or against threads if fio is missing."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.memory import HostBuffer
 
-#: As many commands as the engine has in flight.
+#: Commands in flight, as many as the engine has.
 _IODEPTH = 64
 _SLICES = (256 * KiB, MiB)
-#: A disk is slower than a link: longer rounds owner more than a few transfers.
+#: A disk is slower than a link: rounds are longer, so that they contain several transfers.
 _ROUND_FACTOR = 3
 _BATCH_NBYTES = 128 * MiB
 
 
 def files(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """Loads from and stores to a file by direct I/O; the bar has as many commands in flight."""
+    """Loads from and stores to a file by direct I/O; fio has as many commands in flight."""
     bar = "fio" if shutil.which("fio") else "threads"
     return [
         Row(
@@ -46,7 +46,7 @@ def files(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 @contextmanager
 def _file(plan: RoundPlan, bar: str) -> Iterator[str]:
-    """A file that was written once, and goes with the last row that wants it."""
+    """A file that was written once; it is removed after the last row that uses it."""
     path = str(plan.folder / f"gpu-bench-{os.getpid()}.dat")
     try:
         if bar == "fio":
@@ -70,7 +70,7 @@ def _against_bar(
         path = stack.enter_context(_file(plan, bar))
         controller = stack.enter_context(FileController([path]))
         assert controller.info.lba_nbytes == rig.LBA_NBYTES, "files have blocks of 4096 bytes"
-        # Closed after the engine, whatever becomes of a transfer.
+        # Closed after the engine, even if a transfer fails.
         pages = stack.enter_context(closing(rig.DevicePages(machine.driver, load)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(
@@ -98,7 +98,7 @@ def _against_bar(
 
 
 def _fio(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
-    """fio on hugepages, as the engine's staging is, where they can be had; and what it got."""
+    """fio on hugepages, like the engine's staging, if possible; and the page kind that it has."""
     memory = "hugepages"
     try:
         huge = replace(job, hugepages=stack.enter_context(held_hugepages([job], allow_sysctl=True)))
@@ -120,9 +120,9 @@ def _thread_bar(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
 
 
 class _Threads:
-    """Blocks front to back by blocking calls of as many threads as commands are in flight.
+    """Sequential blocks by blocking calls, with as many threads as commands in flight.
 
-    Not fio, and said so where it stands in: what it costs to read or write a file without a store.
+    Replaces fio, which results note: the cost of reading or writing a file without a store.
     """
 
     def __init__(self, path: str, block_nbytes: int, size_nbytes: int) -> None:
@@ -131,7 +131,7 @@ class _Threads:
         try:
             self._file = os.open(path, flags | os.O_DIRECT)
             how = "direct"
-        except OSError:  # a file system without it
+        except OSError:  # a file system without O_DIRECT
             self._file = os.open(path, flags)
             how = "through the page cache"
         self._buffer = HostBuffer(_IODEPTH * block_nbytes)
@@ -146,7 +146,7 @@ class _Threads:
         os.close(self._file)
 
     def move(self, direction: str, nbytes: int) -> None:
-        """All of `nbytes`, around at the end of the file."""
+        """Moves `nbytes`, wrapping at the end of the file."""
         blocks = nbytes // self._block_nbytes
         began_s = time.monotonic()
         list(self._pool.map(partial(self._work, direction, blocks, began_s), range(_IODEPTH)))

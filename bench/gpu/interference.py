@@ -1,4 +1,4 @@
-"""Two things at once on a GPU, each timed without the other's interpreter in the way."""
+"""Times concurrent work on a GPU, without the influence of the Python interpreter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
 ROUNDS = 12
-#: GPU time of a round, and calls in it at most: a stream takes about a thousand, and no more.
+#: GPU time of a round, and most calls in it: a stream holds about a thousand.
 ROUND_S = 0.04
 CALLS_MAX = 200
-#: Loads run so long before concurrent work is timed.
+#: Time of loads before concurrent work is timed.
 _SETTLE_S = 0.03
 _LOADS_MAX = 100_000
 
 
 class Gate:
-    """Holds a stream back until all of a round is enqueued, so that the interpreter is not timed.
+    """Blocks a stream until a whole round is enqueued, so that the interpreter is not timed.
 
-    It opens by itself after some seconds, so that no wait is without an end.
+    It opens by itself after some seconds, so that every wait is bounded.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -41,7 +41,7 @@ class Gate:
 
     @contextmanager
     def holds(self, stream: int) -> Iterator[None]:
-        """What is put on the stream within begins when this ends."""
+        """Work that is enqueued on the stream within begins at the end of the block."""
         self._count += 1
         self._streams.add(stream)
         late = threading.Timer(5.0, self._open)
@@ -68,7 +68,7 @@ class Gate:
 
 @dataclass
 class Stopwatch:
-    """Times calls of a kernel on a stream, by events of the GPU."""
+    """Times calls of a kernel on a stream, by GPU events."""
 
     torch: Any
     gate: Gate
@@ -76,7 +76,7 @@ class Stopwatch:
     calls: int = 3
 
     def warm_up(self, streams: list[Any]) -> None:
-        """Lets libraries allocate and load on every stream, then chooses the calls of a round."""
+        """Lets libraries allocate and load on every stream, then chooses the calls per round."""
         for stream in streams:
             with self.torch.cuda.stream(stream):
                 for _ in range(3):
@@ -93,20 +93,20 @@ class Stopwatch:
             for _ in range(self.calls):
                 self.kernel()
             end.record()
-        # With pauses: another thread may need the interpreter.
+        # With pauses, because another thread may need the GIL.
         poll_until(end.query, "a kernel")
         return float(begin.elapsed_time(end))
 
 
 @dataclass
 class Loads:
-    """Loads that run during other work."""
+    """The loads that ran during other work."""
 
     nbytes: int
     ended_s: list[float] = field(default_factory=list)  # of time.perf_counter()
 
     def gb_per_s(self) -> float:
-        """Between the ends of the first load and the last; 0 when there were none."""
+        """Speed between the ends of the first and the last load; 0 if there were none."""
         if len(self.ended_s) < 2:
             return 0.0
         return (len(self.ended_s) - 1) * self.nbytes / (self.ended_s[-1] - self.ended_s[0]) / 1e9
@@ -114,7 +114,7 @@ class Loads:
 
 @contextmanager
 def loads_beside(submitter: Any, pages: DevicePages) -> Iterator[Loads]:
-    """Loads again and again on a thread of its own, two at once, until this ends."""
+    """Loads repeatedly on a thread of its own, two at a time, until the block ends."""
     stop = threading.Event()
     loads = Loads(pages.load.nbytes)
     errors: list[BaseException] = []
@@ -126,7 +126,7 @@ def loads_beside(submitter: Any, pages: DevicePages) -> Iterator[Loads]:
                 loads.ended_s.append(ended_s)
                 if stop.is_set():
                     break
-            running.close()  # waits for what is under way
+            running.close()  # waits for loads in flight
         except BaseException as error:
             errors.append(error)
 

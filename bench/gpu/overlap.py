@@ -1,7 +1,7 @@
-"""GPU benchmarks with concurrent compute: what a mover costs it, and a pipeline.
+"""GPU benchmarks with concurrent compute: the slowdown by movers, and a pipeline.
 
-The compute is a stand-in through PyTorch: a bf16 GEMM, a kernel bound by memory as decoding is, and
-a layer of Llama-3-8B's shapes.
+The compute is emulated with PyTorch: a bf16 GEMM, a memory-bound kernel like decoding, and a layer
+with Llama-3-8B's shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tutti.medium.layout import KVLayout
 from tutti.store import open as open_pool
 
 _SMS = 16
-#: Llama-3-8B: hidden size, of the MLP, of K and V together.
+#: Llama-3-8B: size of the hidden state, of the MLP, of K and V together.
 _HIDDEN, _MLP, _KV = 4096, 14336, 2048
 _PREFIX_TOKENS = 8192
 _PAGE_TOKENS = 64
@@ -134,8 +134,8 @@ def _interfere(
 def _beside(
     watch: Stopwatch, compute: Any, whole: Any, loads: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Rounds of compute on a partition, on the whole device, twice alone and with loads beside; and
-    loads alone.  Every other round the other way round.
+    """Rounds of compute on a partition, on the whole device, twice alone and with concurrent loads;
+    and loads alone.  Every other round is in reverse order.
     """
     found: dict[str, list[float]] = {}
 
@@ -166,7 +166,7 @@ def _beside(
 
 
 class _Layer:
-    """One layer of Llama-3-8B's shapes over a prefix: its products, and attention over K and V."""
+    """A layer with Llama-3-8B's shapes over a prefix: its products, and attention over K and V."""
 
     def __init__(self, torch: Any, new_tokens: int) -> None:
         def random(*shape: int) -> Any:
@@ -193,9 +193,9 @@ class _Layer:
 def pipeline(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
     """32 layers that wait for their loads on the GPU, against max(loads alone, compute alone).
 
-    Through a store: from a pool in a file.  Else by the engine alone over a medium that moves
-    nothing, in one part, where all layers are submitted before any compute is, as the store does,
-    or in more, each part before its own layers' compute.
+    Through a store: from a pool in a file.  Else with only the engine, over a medium that moves
+    nothing: in one part (all layers are submitted before any compute, as the store does), or in
+    several, each before the compute of its layers.
     """
     torch = _torch()
     ways = {"through a store, from a file": partial(_store_loads, machine, plan)}
@@ -213,14 +213,14 @@ def pipeline(machine: rig.GpuUnderTest, plan: RoundPlan) -> list[Row]:
 
 
 class _Loading(NamedTuple):
-    """A load under way.  order: makes a stream wait for a layer, counted from 0."""
+    """A load in flight.  order: makes a stream wait for a layer, counted from 0."""
 
     order: Callable[[int, int], object]
     is_done: Callable[[], bool]
     finish: Callable[[], object]
 
 
-#: What begins a load of so many layers each.
+#: (number of layers, function that begins their load) of each part.
 _Loads = list[tuple[int, Callable[[], _Loading]]]
 
 
@@ -302,7 +302,7 @@ def _pipeline(
                         if loads:
                             running[-1].order(stream.cuda_stream, number)
                         layer.run()
-            # A thread that looks without a pause keeps the one that enqueues layers waiting.
+            # Polling without a pause would block the thread that enqueues layers.
             rig.poll_until(lambda: all(loading.is_done() for loading in running), "a load", _LOOK_S)
             rig.poll_until(stream.query, "the pipeline", _LOOK_S)
             elapsed_s = time.perf_counter() - began_s
@@ -340,7 +340,7 @@ class _Part:
 
 
 def _parts(pages: rig.DevicePages, count: int) -> Iterator[_Part]:
-    """The layers of pages in `count` stretches."""
+    """The layers of pages in `count` consecutive parts."""
     load, memory = pages.load, pages.memory
     each = load.layers // count
     for start in range(0, load.layers, each):

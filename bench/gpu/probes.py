@@ -1,4 +1,4 @@
-"""Tests the driver's handling of waits that the medium ends, on which the engines depend.
+"""Tests how the driver handles waits that the medium ends; the engines depend on this.
 
 Needs no device code.  The runner sets CUDA_DEVICE_MAX_CONNECTIONS to 8 for it, as SGLang does.
 """
@@ -23,14 +23,14 @@ from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.pinned_memory import PinnedMemory
 from tutti.gio_uring.memory import HostBuffer
 
-#: Calls that no stream is expected to hold, other streams, and what counts as not returning.
+#: More calls than a stream can hold, number of streams, and times after which a call is blocked.
 _CALLS_MAX, _STREAMS, _BLOCKED_S, _ENDS_S = 8192, 32, 0.2, 10.0
 _SIZES = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _REPEATS = 9
 
 
 def probes(machine: GpuUnderTest, plan: RoundPlan) -> list[Row]:
-    """A full stream and another thread, a wait and other streams, a wait and the copy behind it."""
+    """A full stream and other threads, a wait and other streams, a wait and the copy after it."""
     driver = machine.driver
     rows = [
         Row("a full stream behind a closed wait, another thread's call", partial(_full, driver)),
@@ -59,7 +59,7 @@ def _streams(driver: Driver, count: int) -> Iterator[tuple[Gate, list[int], int]
 
 
 def _full(driver: Driver) -> dict[str, Any]:
-    """How many calls a stream takes behind a wait, and whether other threads' calls wait, too."""
+    """Number of calls that a stream takes after a wait; whether other threads' calls block."""
     with _streams(driver, 2) as (gate, (closed, other), memory):
         counts, seconds = [0], [0.0]
 
@@ -101,7 +101,7 @@ def _full(driver: Driver) -> dict[str, Any]:
 
 
 def _aliased(driver: Driver) -> dict[str, Any]:
-    """How many streams wait although nothing is in their way but a shared hardware queue."""
+    """Number of streams that wait only because they share a hardware queue."""
     with _streams(driver, _STREAMS + 1) as (gate, (closed, *others), memory):
         with gate.holds(closed):
             for stream in others:
@@ -115,7 +115,7 @@ def _aliased(driver: Driver) -> dict[str, Any]:
 
 
 def _latency(driver: Driver, nbytes: int) -> dict[str, Any]:
-    """From the CPU's store of a word to the CPU's sight of the word behind the copy."""
+    """Time from the CPU's store of a word until the CPU sees the word written after the copy."""
     host = HostBuffer(nbytes + 4096)
     pinned = PinnedMemory(driver, host)
     words = host.array[nbytes : nbytes + 128].view(np.uint32)

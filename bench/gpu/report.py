@@ -1,4 +1,4 @@
-"""Tables of what the GPU benchmarks measured, and a line for each row while they run."""
+"""Tables of the GPU benchmarks' results, and a line per row while they run."""
 
 from __future__ import annotations
 

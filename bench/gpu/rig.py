@@ -1,6 +1,6 @@
 """Common parts of the GPU benchmarks: driver, device memory, engines, and timed rounds.
 
-Everything goes through the seam of `gpu_driver`, so that a stand-in can run a case in a test; only
+Everything uses the `Driver` protocol, so that tests can run a case with a substitute; only
 concurrent compute needs PyTorch.
 """
 
@@ -37,14 +37,14 @@ from tutti.gio_uring.transfer import Submitter, Transfer
 LBA_NBYTES = 4096
 MOVERS = ("copy-batch", "copy", "kernel")
 OPCODES = {"load": OPCODE_READ, "store": OPCODE_WRITE}
-#: Of every wait, far above what anything here takes: a row has 75 seconds in all.
+#: Limit of every wait, much longer than anything here takes: a row has 75 seconds in all.
 _TIMEOUT_S = 20.0
 _LOOK_S = 0.0005
 _TABLES_NBYTES = 8 * MiB
 _COUNT_MAX = 200
-#: Transfers at once, so that the next one is there when one ends.
+#: Transfers in flight, so that there is a next one when one ends.
 _INFLIGHT = 2
-#: Queue pairs of the engine whose kernels submit and end: a warp for each is plenty.
+#: Queue pairs of the engine with short kernels; each has one warp, which is sufficient.
 _SHARES = 4
 
 
@@ -53,7 +53,7 @@ class LayerLoad:
     """One transfer: `pages` slices of `slice_nbytes` in each of `layers` layers.
 
     segments: fragments of a slice in GPU memory, such as K and V.  shuffled: pages in random order,
-    so that no two fragments touch.
+    so that fragments are not adjacent.
     """
 
     slice_nbytes: int
@@ -64,7 +64,7 @@ class LayerLoad:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return self.slice_nbytes * self.pages * self.layers
 
     @property
@@ -75,7 +75,7 @@ class LayerLoad:
 
     @classmethod
     def of_nbytes(cls, slice_nbytes: int, nbytes: int, layers: int = 32) -> LayerLoad:
-        """As many pages as come closest to `nbytes` in all."""
+        """A load whose size is closest to `nbytes`."""
         return cls(slice_nbytes, max(1, nbytes // (slice_nbytes * layers)), layers)
 
 
@@ -115,7 +115,7 @@ def facts_of(driver: Driver) -> dict[str, Any]:
 
 
 class GpuUnderTest:
-    """The GPU under test.  modules: None where nothing may be launched, and why not."""
+    """The GPU under test.  modules: None if kernels cannot be launched, with the reason."""
 
     def __init__(self, driver: Driver, modules: Modules | None, why_no_modules: str = "") -> None:
         self.driver = driver
@@ -149,7 +149,7 @@ class GpuUnderTest:
     ) -> Iterator[HostEngine]:
         """The engine `host` over a controller, by default one that moves nothing.
 
-        store_staging_nbytes: as much as for loads, unless it is given.
+        store_staging_nbytes: by default as much as for loads.
         """
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())
@@ -184,7 +184,7 @@ class GpuUnderTest:
     ) -> Iterator[DeviceEngine]:
         """An engine whose kernels submit, by default over a controller that moves nothing.
 
-        blocks: that move slices.  Where those drive the queue pairs too, there are as many of them.
+        blocks: number of blocks that move slices; also of queue pairs if these blocks drive them.
         """
         assert self.modules is not None, "kernels need modules"
         with ExitStack() as stack:
@@ -208,18 +208,18 @@ class GpuUnderTest:
 
 @contextmanager
 def zero_copy() -> Iterator[MemoryController]:
-    """A controller that checks and completes commands and moves nothing."""
+    """A controller that checks and completes commands but moves nothing."""
     with MemoryController([1024 * MiB], mode="zero_copy") as controller:
         yield controller
 
 
 def spin_until(is_done: Callable[[], bool], what: str) -> None:
-    """Looks without a pause: for timing, while no other thread needs the interpreter."""
+    """Polls without pauses: for timing, while no other thread needs the GIL."""
     poll_until(is_done, what, 0.0)
 
 
 def poll_until(is_done: Callable[[], bool], what: str, pause_s: float = _LOOK_S) -> None:
-    """Looks again and again.  Raises DeviceTimeout after 20 seconds."""
+    """Polls with pauses.  Raises DeviceTimeout after 20 seconds."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not is_done():
         if time.monotonic() > deadline:
@@ -237,7 +237,7 @@ def transfers(submitter: Submitter, pages: DevicePages, direction: str, count: i
 def stream_of_transfers(
     submitter: Submitter, pages: DevicePages, direction: str, count: int
 ) -> Generator[float, None, None]:
-    """The same; yields when each one ended, of time.perf_counter.  Closed early it waits too."""
+    """As `transfers`; yields each end, of time.perf_counter().  Also waits if closed early."""
     running: deque[Transfer] = deque()
     try:
         for _ in range(count):
@@ -260,7 +260,7 @@ def stream_of_transfers(
 
 
 def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s: float) -> int:
-    """Transfers of a round of `round_s`: three warm up what is made at first use, two are timed."""
+    """Number of transfers in a round of `round_s`, found by two transfers after three others."""
     transfers(submitter, pages, direction, 3)
     began_s = time.perf_counter()
     transfers(submitter, pages, direction, 2)
@@ -269,7 +269,7 @@ def count_for(submitter: Submitter, pages: DevicePages, direction: str, round_s:
 
 
 def finish(transfer: Transfer) -> None:
-    """Waits until it is over.  Raises what it failed with, DeviceTimeout after 20 seconds."""
+    """Waits for its end.  Raises its error, or DeviceTimeout after 20 seconds."""
     if not transfer.wait_released(_TIMEOUT_S):
         raise DeviceTimeout("a transfer did not end; is the GPU stuck?")
     failed = np.flatnonzero(transfer.page_status)
@@ -298,11 +298,11 @@ def tutti_system(
 
 
 class PlainCopies:
-    """The bars: copies between pinned memory and the device without any store.
+    """The bars: copies between pinned memory and the device, without a store.
 
     one: one cuMemcpyAsync of all bytes.  batch: all fragments of a layer by cuMemcpyBatchAsync.
-    loop: one cuMemcpyAsync for each fragment, from Python, as engines do.  All of them wait by
-    looking without a pause, so that their CPU time is their wall time.
+    loop: one cuMemcpyAsync per fragment, from Python, as engines do.  All wait by polling without
+    pauses, so that their CPU time is their wall time.
     """
 
     def __init__(self, driver: Driver, pages: DevicePages) -> None:
@@ -315,7 +315,7 @@ class PlainCopies:
 
     @property
     def backing(self) -> str:
-        """What the pinned memory lies on; the engine's staging is made in the same way."""
+        """Page kind of the pinned memory; the engine's staging is made in the same way."""
         return self._buffer.backing
 
     def system(self, kind: str, direction: str, count: int) -> ComparedSystem:

@@ -1,7 +1,7 @@
-"""fio in place of a peer: what the drive gives in the same rounds.
+"""fio as a peer: the drive's speed in the same rounds.
 
-On hugepages it bounds what peers on large pages can reach, with many blocks in flight and with four
-blocks as large as a page, as four threads have them.
+On hugepages it bounds the speed of peers on large pages: with many blocks in flight, and with four
+blocks of a page each, like four threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIO = {
 
 
 def missing(name: str, plan: PeerPlan, *, allow_sysctl: bool) -> str:
-    """Why it cannot run here; empty when it can."""
+    """The reason why it cannot run here; empty if it can."""
     if shutil.which("fio") is None:
         return "fio is not installed"
     try:
@@ -54,7 +54,7 @@ def missing(name: str, plan: PeerPlan, *, allow_sysctl: bool) -> str:
 
 
 class FioPeer:
-    """Asked like the process of a peer; its hugepages go with the stack."""
+    """Has the interface of a peer's process; its hugepages are released with the stack."""
 
     def __init__(self, name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
         self._kind, self._plan = FIO[name], plan

@@ -1,8 +1,8 @@
 """SGLang's own controller over one of its storage backends, on a host pool of Llama-3-8B's shape.
 
-The controller (managers/cache_controller.py of SGLang 0.5.23) is real, and so are the host pool and
-the backends; only its two calls that move pages run in the caller's thread, so that they can be
-timed. No request, model or server is involved.
+Controller (managers/cache_controller.py of SGLang 0.5.23), host pool and backends are SGLang's own;
+only the two calls that move pages run in the caller's thread, so that they can be timed. There is
+no request, model or server.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tutti.gio_uring.memory import address_of
 from tutti.integration.sglang.host.host_pools import COLLAPSING
 
 _MARK_NBYTES = 16
-#: A collapse tries again what the kernel refused, at last after minutes.
+#: Limit of the wait for hugepages: after a refusal a collapse is retried, at last after minutes.
 COLLAPSE_S = 60.0
 
 
 def missing(backend: str) -> str:
-    """Why a backend cannot run here; empty when it can."""
+    """The reason why a backend cannot run here; empty if it can."""
     if importlib.util.find_spec("sglang") is None:
         return "sglang is not installed"
     if backend == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -54,7 +54,7 @@ class HiCachePeer(Peer):
         self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
 
     def open(self) -> None:
-        """Attaches the backend, and waits until it has moved its memory onto large pages."""
+        """Attaches the backend, and waits until its memory was moved to large pages."""
         self._attach()
         for thread in threading.enumerate():
             if thread.name == COLLAPSING:
@@ -84,7 +84,7 @@ class HiCachePeer(Peer):
             )
 
     def prepare_load(self, batch: int) -> None:
-        """Wipes what the pages say they are."""
+        """Clears the page numbers in the pages."""
         for page in range(BATCH_PAGES):
             self._mark(page, bytes(_MARK_NBYTES))
 
@@ -138,7 +138,7 @@ def _publish_settings() -> None:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    # The one name for which SGLang looks for no files.
+    # The only name for which SGLang does not search files.
     publish(
         ServerArgs(model_path="dummy", device="cpu"),
         role="test",
@@ -184,7 +184,7 @@ def _controller(plan: PeerPlan) -> tuple[Any, Any]:
     return pool, controller
 
 
-@cache  # SGLang has them when it looks up, so making them is not a part of what is timed
+@cache  # SGLang has these before a look-up, so they are not timed
 def _hashes(batch: int) -> list[str]:
     return [hashlib.sha256(b"%d %d" % (batch, page)).hexdigest() for page in range(BATCH_PAGES)]
 

@@ -23,7 +23,7 @@ _WAIT_S = 120.0
 
 
 def missing() -> str:
-    """Why the client cannot run here; empty when it can."""
+    """The reason why the client cannot run here; empty if it can."""
     package = importlib.util.find_spec("lmcache")
     if package is None:
         return "lmcache is not installed"
@@ -36,7 +36,7 @@ def missing() -> str:
 
 
 class LMCachePeer(PlainPeer):
-    """A file for every page, by LMCache's client; nothing is checksummed."""
+    """A file per page, by LMCache's client, without checksums."""
 
     def __init__(self, plan: PeerPlan) -> None:
         super().__init__(plan)

@@ -18,7 +18,7 @@ BATCH_PAGES = 128
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """The same for all: pages, where they go, how many batches are kept.
+    """Parameters of all peers: page size, location, number of batches that are kept.
 
     layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.  host_pages: how
     the memory of pages gets large pages; empty: as each peer does it by itself.  others: further

@@ -1,7 +1,7 @@
-"""A store's loads in turns with other reads of the same bytes, into the same memory.
+"""Alternates a store's loads with other reads of the same bytes into the same memory.
 
-The pages of two processes differ in speed, as do places on a disk.  Here both are the same, so that
-a ratio is the software's alone.
+Physical pages of two processes differ in speed, as do locations on a disk.  Here both are the same,
+so that a ratio depends only on the software.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WAIT_S = 120.0
 
 
 class Kept(NamedTuple):
-    """Where a peer keeps a batch: its pages from the first on, and their keys."""
+    """Location of a peer's batch: its first page, and the keys of its pages."""
 
     store: ObjectStore
     memory: HostMemory
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 
 def ways_of(kept: Kept, load: Callable[[], None]) -> dict[str, Callable[[], None]]:
-    """WAYS to read a batch that `load` loads; what they need is prepared."""
+    """Functions for WAYS to read the batch that `load` loads, fully prepared."""
     core = kept.store._core
     pages = np.arange(len(kept.keys), dtype=np.uint32)
     with core.lock:
@@ -77,7 +77,7 @@ def ways_of(kept: Kept, load: Callable[[], None]) -> dict[str, Callable[[], None
 
 
 def _pieces(kept: Kept, extents: Any) -> list[tuple[int, list[Any], int]]:
-    """What preadv(2) is given for each page, and for each of its layers that lies apart."""
+    """Arguments of preadv(2) for each page, or for each layer if layers are not adjacent."""
     store, memory, numbers = kept.store, kept.memory, count()
     controller: Any = store.controller  # of files
     segments, pieces = range(len(memory.layout.segments)), []

@@ -1,7 +1,7 @@
-"""The compute half of a profile on a CUDA device, by torch.
+"""The compute half of a profile, measured on a CUDA device with torch.
 
-A stand-in layer with the
-model's own counts of parameters, attention pairs and KV bytes is timed, with random weights.
+Times a stand-in layer with random weights and the model's numbers of parameters, attention pairs
+and KV bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTEXTS = (0, 65536, 262144)
 _HEAD = 128
 _REPEATS = 5
 _COPY_NBYTES = 256 << 20
-#: What engines are compared by: 256 pages of 64 KiB in a layer.
+#: The load by which engines are compared: 256 pages of 64 KiB per layer.
 _LOAD = LayerLoad(64 << 10, 256, layers=8)
 
 
@@ -51,7 +51,7 @@ def measure(model: ModelShape) -> dict[str, Any] | None:
             "decode": decode,
             "device": torch.cuda.get_device_name(0),
         },
-        # The copy engine is measured; how SM movers scale still is an estimate.
+        # The copy engine is measured; the scaling of SM movers is an estimate.
         "movers": {
             "estimated": True,
             "copy_engine_gb_per_s": _copy_gb_per_s(torch),
@@ -104,7 +104,7 @@ class _StandIn:
         self._kv_heads = max(1, model.slice_nbytes_per_token // (2 * 2 * _HEAD))
 
     def time_us(self, tokens: int, prefix: int, *, batch: int = 1) -> float:
-        """The median of some runs; with a batch, each sequence has one new token."""
+        """Median time of some runs; with a batch, each sequence has one new token."""
         torch, options = self._torch, self._options
         new = tokens // batch
         x = torch.randn(tokens, self._up.shape[0], **options)

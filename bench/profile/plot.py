@@ -1,4 +1,4 @@
-"""Draws a profile, where matplotlib is installed."""
+"""Draws a profile, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tutti.base.units import format_nbytes
 from tutti.bench.plots import COLOURS, blank_figure
 
-#: What of a profile's rows is drawn: their key, the column of the time, the colour and the label.
+#: Rows of a profile that are drawn: key, column of the time, colour and label.
 _DIRECTIONS = (
     ("read", 2, COLOURS[0], "read alone"),
     ("write", 2, COLOURS[1], "write alone"),

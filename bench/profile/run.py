@@ -1,7 +1,7 @@
 """Measures a profile for the scheduler: the medium here, compute on a GPU or by a roofline.
 
-Every point that was measured is kept next to the result until the profile is whole, so that a run
-that was interrupted goes on where it stopped.  docs/profile.md describes the JSON.
+Measured points are kept next to the result until the profile is complete, so that an interrupted
+run continues where it stopped.  docs/profile.md describes the JSON.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures what is missing and writes the profile and its picture.
+    """Measures missing points, and writes the profile and its picture.
 
-    Raises ConfigError for sizes that do not go together, and what the medium raises.
+    Raises ConfigError for sizes that do not fit together, and errors of the medium.
     """
     sizes, slices = _grid(args)
     model, gpu = _model(args.model), GPUS[args.gpu]
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
         **io,
         **_gpu_halves(model, gpu),
     }
-    TableProfile(document)  # refuses what it could not load
+    TableProfile(document)  # raises if it could not be loaded
     _replace(Path(args.out), document)
     plot_profile(document, Path(args.out).with_suffix(".png"))
     points.forget()
@@ -110,7 +110,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What follows from the profile, and what of it is estimated."""
+    """Conclusions from the profile, and which parts are estimates."""
     profile = TableProfile(result)
     partition = choose_partition(
         profile.mover_points, profile.read_gb_per_s, sms=GPUS[result["gpu"]].sms
@@ -130,9 +130,9 @@ def report(result: dict[str, Any]) -> str:
 
 
 class Points:
-    """What was measured so far, in a file next to the result.
+    """Points measured so far, in a file next to the result.
 
-    key: what the points depend on; points of another key are forgotten.
+    key: everything that points depend on; points with another key are dropped.
     """
 
     def __init__(self, path: Path, key: dict[str, Any], *, fresh: bool = False) -> None:
@@ -149,15 +149,15 @@ class Points:
             for name, times_us in points.items():
                 self.done[str(name)] = [float(us) for us in times_us]
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.done = {}  # torn or not there: measured anew
+            self.done = {}  # damaged or missing: measured again
 
     def add(self, name: str, times_us: list[float]) -> None:
-        """Keeps a point; it survives the end of the process."""
+        """Stores a point on disk."""
         self.done[name] = times_us
         _replace(self._path, {"key": self._key, "points": self.done})
 
     def forget(self) -> None:
-        """The profile is whole: nothing is to be resumed."""
+        """Removes the file, when the profile is complete."""
         self._path.unlink(missing_ok=True)
 
 
@@ -207,7 +207,7 @@ def _model(name: str) -> ModelShape:
 
 
 def _gpu_halves(model: ModelShape, gpu: GpuRoofline) -> dict[str, Any]:
-    """Compute and movers: measured where there is a GPU, else estimated."""
+    """Compute and movers: measured if there is a GPU, else estimated."""
     measured = profile_gpu.measure(model)
     if measured is not None:
         return measured
@@ -227,7 +227,7 @@ def _grid(args: argparse.Namespace) -> tuple[list[int], list[int]]:
 
 
 def _medium_path(medium: str, place: int) -> tuple[str, str]:
-    """The file to make, and its directory; a device is both."""
+    """(file to make, its directory); for a device, the device twice."""
     if is_device(medium):
         return medium, medium
     if os.path.isdir(medium):
@@ -236,7 +236,7 @@ def _medium_path(medium: str, place: int) -> tuple[str, str]:
         raise ConfigError(
             f"{medium} exists, and measuring overwrites; name a directory or new file"
         )
-    if not medium.endswith(".tutti"):  # else a misspelt folder measures the disk of its parent
+    if not medium.endswith(".tutti"):  # a misspelt folder would measure its parent's disk
         raise ConfigError(f"{medium} is not a folder; make it first, or name a new file *.tutti")
     directory = str(Path(medium).absolute().parent)
     if not os.path.isdir(directory):
@@ -245,7 +245,7 @@ def _medium_path(medium: str, place: int) -> tuple[str, str]:
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """A reader finds the old file or the new one, never a part."""
+    """Replaces a file atomically."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(json.dumps(content) + "\n")
     os.replace(beside, path)

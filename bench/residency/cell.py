@@ -2,11 +2,11 @@
 
     python -m tutti.bench.residency.cell < cell.json
 
-The process takes its memory first and joins the control group then, so that the limit is one of
-the page cache alone: what was charged before stays charged where it was.  It also takes as much
-memory as the page cache may and frees it at once: a virtual machine may have lent its free
-memory to its host (free page reporting of virtio-balloon), and then the first pass through the page
-cache would measure how fast the host returns it.
+The process allocates its memory before it joins the control group, so that the group's limit
+applies only to the page cache: earlier charges stay where they were.  It also allocates and frees
+as much memory as the page cache may use: a virtual machine may have returned free memory to its
+host (free page reporting of virtio-balloon), and the first pass through the page cache would then
+measure how fast the host supplies it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CONFIGURATIONS = ("page cache only", "cache policy only", "direct only", "dual p
 
 
 class Cell:
-    """An open pool of which everything is written once and then read in rounds.
+    """An open pool that is written completely once, and then read in rounds.
 
-    plan_share: the knob X, as a share of the budget.
+    plan_share: Dual-Blade's parameter X, as a share of the budget.
     """
 
     def __init__(self, store: ObjectStore, configuration: str, batch_pages: int) -> None:
@@ -52,10 +52,10 @@ class Cell:
         self.workload = PoolWorkload(
             store, batch_pages=batch_pages, inflight=1, load_pages=batch_pages
         )
-        self._kept_end = 0  # first block behind what the cache policy keeps
+        self._kept_end = 0  # first block after those that the cache policy keeps
 
     def plan(self, share: float, budget_nbytes: int | None = None) -> int:
-        """Chooses paths; returns the bytes that are meant to stay in the page cache."""
+        """Chooses paths; returns the bytes that should stay in the page cache."""
         geometry, residency = self.store.geometry, self.store.residency
         if self.configuration in ("direct only", moving.AGAIN):
             return 0
@@ -72,7 +72,7 @@ class Cell:
         return count * geometry.group_nbytes
 
     def write(self, batches: int) -> Meter:
-        """Prefill-like: everything once, in order."""
+        """Writes everything once, in order, like a prefill."""
         meter = Meter()
         for batch in range(batches):
             with meter.operation():
@@ -82,7 +82,7 @@ class Cell:
         return meter
 
     def read(self, batches: int) -> tuple[Meter, float]:
-        """Decode-like: everything again, in order.  The share of bytes that the page cache held."""
+        """Reads everything, in order, like decoding; also the share of bytes in the page cache."""
         meter, held, whole = Meter(), 0, 0
         for batch in range(batches):
             for blocks in self._blocks(batch):
@@ -106,7 +106,7 @@ class Cell:
         self.workload.wrong += int(np.count_nonzero(stamps))
 
     def follow(self, limit: moving.MovingLimit, cell: dict[str, Any]) -> dict[str, Any]:
-        """Reads on while the limit moves; once more at the end, to check what is read."""
+        """Reads while the limit moves, and once more at the end, to check the bytes."""
         if self.configuration == "dynamic":
             self.store.residency.follow(cell["share"], root=limit.root)
         nbytes = self.workload.batch_pages * self.workload.object_nbytes
@@ -128,7 +128,7 @@ class Cell:
         return self.store.residency.groups_of(self.workload.keys(batch))
 
     def _after(self, batch: int) -> None:
-        """The cache policy tells the kernel at once what it need not keep."""
+        """Advises the kernel which pages the cache policy does not keep."""
         if self.configuration == "cache policy only":
             for blocks in self._blocks(batch):
                 if blocks.slba >= self._kept_end:
@@ -136,9 +136,9 @@ class Cell:
 
 
 def _touch(limit_nbytes: int) -> float:
-    """Has the machine supply the memory that the page cache may take.  GB/s of that.
+    """Makes the host supply the memory that the page cache may use; returns the GB/s.
 
-    In large pages, as the page cache takes it, and a quarter more: some goes to others meanwhile.
+    Uses large pages, like the page cache, and a quarter more, because others take some.
     """
     nbytes = min(limit_nbytes * 5 // 4, read_memory().free_nbytes // 2)
     begin_s = time.perf_counter()

@@ -41,15 +41,15 @@ class MemoryGroup:
 
     @property
     def members_file(self) -> str:
-        """Where a process writes its number to come in."""
+        """The file to which a process writes its pid to join."""
         return str(self.folder / "cgroup.procs")
 
 
 @contextmanager
 def memory_group(name: str) -> Iterator[MemoryGroup]:
-    """A new group without members; removed at the end.
+    """Makes an empty group; removes it at the end.
 
-    Raises Unsupported where control groups are missing or this user may not make any.
+    Raises Unsupported if control groups are missing or this user may not make any.
     """
     folder, is_v2 = _parent()
     child = folder / f"tutti-{name}-{os.getpid()}"
@@ -81,7 +81,7 @@ def _parent() -> tuple[Path, bool]:
 
 
 def _remove(folder: Path) -> None:
-    """The kernel releases a group some time after its last process has ended."""
+    """Retries: the kernel releases a group some time after its last process has ended."""
     deadline_s = time.monotonic() + _REMOVE_S
     while folder.exists() and time.monotonic() < deadline_s:
         try:

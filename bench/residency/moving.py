@@ -1,9 +1,9 @@
-"""A limit that moves while everything is read again and again, and what follows from it.
+"""Changes the memory limit while everything is read repeatedly, and evaluates the result.
 
-Every configuration meets the same course of the limit from its first byte on, so that a moment of
-one is compared with the same moment of another.  One of them is there twice: its ratio to itself is
-what chance alone makes of the least ratio of so many moments, to one path.  Chance lowers a ratio
-to the better of two paths further, so a miss that is judged by it may be one by chance.
+Every configuration gets the same course of the limit from its first byte on, so that the same
+moments are compared.  One configuration runs twice: its least ratio to itself, over all moments, is
+the effect of chance against one path.  Against the better of two paths chance lowers the least
+ratio further, so a miss that is judged by it may still be due to chance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tutti.bench.statistics import RESAMPLES, Interval, interval_text, median
 PURE = ("page cache only", "direct only")
 _DIRECT, AGAIN = PURE[1], "direct again"
 CONFIGURATIONS = (*PURE, AGAIN, "static", "dynamic")
-#: Of the better pure path, at any moment of so many seconds.
+#: The bar: share of the better pure path's speed, in every window of this many seconds.
 LEAST, WINDOW_S = 0.95, 1.0
 REACHED, NOT_REACHED, NOT_RESOLVED = "reached", "NOT REACHED", "not resolved"
 LOW, HIGH = 0.2, 1.0  #: of W
@@ -38,17 +38,17 @@ _Speeds = npt.NDArray[np.float64]
 
 
 def swing(at_s: float, seconds: float) -> float:
-    """Half of each second 0.2 W, half of it 1.0 W."""
+    """0.2 W in one half of each second, 1.0 W in the other."""
     return LOW if at_s % 1 < 0.5 else HIGH
 
 
 def ramp(at_s: float, seconds: float) -> float:
-    """Slowly from 0.2 W to 1.0 W and back, once in all."""
+    """Slowly from 0.2 W to 1.0 W and back, once."""
     return LOW + (HIGH - LOW) * max(0.0, 1 - abs(2 * at_s / seconds - 1))
 
 
 def steps(at_s: float, seconds: float) -> float:
-    """Four seconds of 0.2 W, four of 1.0 W: long enough that a plan that stays is wrong."""
+    """Four seconds of 0.2 W, four of 1.0 W: long enough that a constant plan is wrong."""
     return LOW if at_s % 8 < 4 else HIGH
 
 
@@ -58,15 +58,15 @@ _SECONDS_MIN = {"steps": 12.0}
 
 
 def seconds_of(course: str, seconds: float) -> float:
-    """How long a course takes where so many seconds are asked for."""
+    """Duration of a course if ``seconds`` are requested."""
     return max(seconds, _SECONDS_MIN.get(course, 0.0))
 
 
 class MovingLimit:
-    """Sets a limit along its course: a thread, from ``start`` to ``stop``.
+    """Sets a limit along its course, on a thread, from ``start`` to ``stop``.
 
-    file: of a control group; or a folder, and then the limit is only pretended to the monitor, as
-    what a machine has available, in a proc(5) of its own.
+    file: of a control group; or a folder: then the limit is only simulated for the monitor, as the
+    available memory in a fake proc(5).
     """
 
     def __init__(self, file: Path, course: str, working_set_nbytes: int, seconds: float) -> None:
@@ -79,11 +79,11 @@ class MovingLimit:
 
     @property
     def root(self) -> Path:
-        """Where the monitor looks for proc and sys."""
+        """The folder in which the monitor finds proc and sys."""
         return self._file if self._file.is_dir() else Path("/")
 
     def set(self, at_s: float) -> int:
-        """The limit of a moment, in bytes."""
+        """Sets the limit of a moment; returns it in bytes."""
         nbytes = int(self._course(at_s, self._seconds) * self._whole_nbytes)
         if self._file.is_dir():
             (self._file / "proc").mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ class MovingLimit:
             new.write_text(f"MemAvailable: {nbytes // 1024} kB\n")
             new.replace(self._file / "proc/meminfo")
             return nbytes
-        with suppress(OSError):  # the kernel did not get so much back; the next turn tries again
+        with suppress(OSError):  # the kernel could not reclaim enough; the next turn retries
             self._file.write_text(str(nbytes))
         return nbytes
 
@@ -100,7 +100,7 @@ class MovingLimit:
         self._thread.start()
 
     def stop(self) -> None:
-        """Leaves the limit where it is."""
+        """Stops the thread; the limit stays as it is."""
         self._over.set()
         self._thread.join(_JOIN_S)
 
@@ -110,9 +110,9 @@ class MovingLimit:
 
 
 def read_on(read: Callable[[int], int], batches: int, seconds: float) -> list[list[float]]:
-    """Reads batch after batch; [second, bytes so far] at the end of each.
+    """Reads batch after batch; returns [seconds, total bytes] at the end of each.
 
-    read: a batch by its number; its bytes.
+    read: reads the batch of a number, and returns its bytes.
     """
     begin_s, nbytes, batch = time.monotonic(), 0, 0
     points = [[0.0, 0.0]]
@@ -124,7 +124,7 @@ def read_on(read: Callable[[int], int], batches: int, seconds: float) -> list[li
 
 
 def speeds(points: list[list[float]], seconds: float) -> _Speeds:
-    """GB/s of each window of a second, one beginning each quarter of one."""
+    """GB/s in windows of a second, which begin every quarter of a second."""
     at_s, nbytes = np.array(points).T
     starts = np.arange(0.0, max(seconds - WINDOW_S, 0.0) + 1e-9, _STEP_S)
     moved = np.interp(starts + WINDOW_S, at_s, nbytes) - np.interp(starts, at_s, nbytes)
@@ -133,12 +133,12 @@ def speeds(points: list[list[float]], seconds: float) -> _Speeds:
 
 
 def switches_max(groups: int, seconds: float) -> int:
-    """How often groups may change path: a growth that was wrong doubles the pause to the next."""
+    """Most path changes of groups: each wrong growth doubles the pause before the next one."""
     return 2 * groups * math.ceil(math.log2(seconds + 1))
 
 
 def judge(cells: list[dict[str, Any]], asked_s: float) -> list[dict[str, Any]]:
-    """A row for each course and configuration, with the medians over the rounds of each moment."""
+    """A row per course and configuration, with medians over the rounds at each moment."""
     rows = []
     for course in dict.fromkeys(cell["course"] for cell in cells):
         seconds = seconds_of(course, asked_s)
@@ -167,9 +167,9 @@ def judge(cells: list[dict[str, Any]], asked_s: float) -> list[dict[str, Any]]:
 
 
 def _least(ours: _Speeds, others: list[_Speeds]) -> Interval:
-    """Of the better other path, in the worst moment; the interval resamples rounds of all paths.
+    """The least ratio to the better other path over all moments; the interval resamples rounds.
 
-    Speeds are rows of rounds, with a column for each moment.
+    Speeds have a row per round and a column per moment.
     """
 
     def of(draw: npt.NDArray[np.int64]) -> _Speeds:
@@ -184,7 +184,7 @@ def _least(ours: _Speeds, others: list[_Speeds]) -> Interval:
 
 
 def verdict(least: Interval, null: Interval) -> str:
-    """Chance lowers the least of many moments, so a miss is also below what it makes of a path.
+    """The verdict on a least ratio: a miss must also be below the effect of chance.
 
     null: the least ratio of a path to itself.
     """
@@ -205,7 +205,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say, and whether the bar is reached."""
+    """Notes below the table, and whether the bar is reached."""
     return [
         f"W {format_nbytes(result['working_set_nbytes'])}; {result['rounds']} rounds of"
         f" {result['seconds']:g} s in turns; the limit is {result['limit']}",

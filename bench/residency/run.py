@@ -2,8 +2,8 @@
 
 The experiment of the Dual-Blade paper (arXiv 2604.26557), scaled to the machine: a working set W
 of KV objects is written once, as a prefill does, then read as a whole again and again, as decoding
-with offloaded KV does, while a control group limits memory to a share of W.  The hit ratio is what
-mincore(2) finds in the page cache of each batch just before it is read.
+with offloaded KV does, while a control group limits memory to a share of W.  The hit ratio is the
+share of each batch that mincore(2) finds in the page cache just before it is read.
 
 The page cache is charged to the control group; the benchmark's own memory is not.  Needs root.
 """
@@ -41,8 +41,8 @@ from tutti.errors import CapacityError, ConfigError, MediumError, PoolExists, Un
 from tutti.gio_uring.file_member import FileMember
 
 _CELL_TIMEOUT_S = 900.0
-#: The kernel's own memory for cached pages counts as well: a buffer head of 104 bytes for every
-#: 4096 on ext4, and the nodes of the index, 2.7 % together.
+#: Share of a limit for cached bytes.  The rest is the kernel's metadata: a buffer head of 104 bytes
+#: per 4096 bytes on ext4, and index nodes, 2.7 % together.
 _SHARE = 0.965
 
 
@@ -69,10 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures every configuration at every limit, each in a process and a group of its own.
+    """Measures every configuration at every limit, each in its own process and control group.
 
-    Raises ConfigError for sizes that do not go together, Unsupported without control groups or
-    direct I/O, MediumError when a cell fails.
+    Raises ConfigError for sizes that do not fit together, Unsupported without control groups or
+    direct I/O, MediumError if a cell fails.
     """
     cell = _common(args)
     refuse([args.dir], "a pool on a device has no page cache to compare with; give a folder")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 def _run_moving(
     args: argparse.Namespace, cell: dict[str, Any], progress: ProgressFactory
 ) -> dict[str, Any]:
-    """Every configuration in turn, round after round, each time another first."""
+    """Runs all configurations in rounds, each round in a rotated order."""
     cells = []
     courses = itertools.product(args.moving or moving.COURSES, range(args.rounds))
     runs = [
@@ -227,7 +227,7 @@ def _check_direct(path: str) -> None:
 def _run_cell(
     cell: dict[str, Any], configuration: str, limit: float, *, pretend: bool = False
 ) -> dict[str, Any]:
-    """In a new pool, which fills group by group; it is a tenth larger, so nothing is evicted."""
+    """Runs a cell in a new pool, which is a tenth larger than W, so that nothing is evicted."""
     capacity_nbytes = cell["working_set_nbytes"] * 11 // 10 + 64 * MiB
     layout = parse_shape(cell["shape"]).layout()
     try:
@@ -259,7 +259,7 @@ def _run_cell(
 
 
 def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str, Any]:
-    """What the process of a cell found."""
+    """Runs the process of a cell; returns its result."""
     limit_nbytes = int(limit * cell["working_set_nbytes"])
     done = subprocess.run(
         [sys.executable, "-m", "tutti.bench.residency.cell"],
@@ -280,7 +280,7 @@ def _measure(cell: dict[str, Any], configuration: str, limit: float) -> dict[str
 
 
 def _steady(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds after the first, which finds what writing left behind."""
+    """Medians over the rounds without the first one, which finds pages left by the writes."""
     speeds = [r["gb_per_s"] for r in rounds]
     return {
         "hit_ratio": median([r["hit_ratio"] for r in rounds]),
