@@ -160,8 +160,8 @@ class PoolWorkload:
         self.fill(self.store.stats()["capacity_objects"] // 2)
 
     def prefix(self, pages: int) -> list[int]:
-        """The newest resident batches, in the order of their puts: about `pages` pages, one batch at
-        least, and no more than fit into load memory.
+        """The newest resident batches, in order of their puts: about `pages` pages, at least one
+        batch, at most what fits into load memory.
         """
         batches = self.resident()
         if not batches:

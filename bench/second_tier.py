@@ -230,10 +230,10 @@ def _throughput(seconds: Mapping[str, list[float]], gigabytes: float) -> dict[st
 
 
 def _cpu(cpu: Mapping[str, list[NDArray[np.float64]]], gigabytes: float) -> dict[str, Any]:
-    """CPU seconds per GB (medians), and how the tier compares without those of the caller's loop.
+    """CPU seconds per GB (medians), and the ratio of the tier without the caller's busy-waiting.
 
-    cpu_bound_gb_per_s: of all cores if they did nothing else.  cpu_ratio_bound: the ratio of a tier
-    whose digests and puts cost what they cost alone, and which costs nothing else.
+    cpu_bound_gb_per_s: speed if all cores did nothing else.  cpu_ratio_bound: the ratio of a tier
+    that only has the measured costs of its digests and puts.
     """
     per_gb = {name: np.median(np.array(rows), axis=0) / gigabytes for name, rows in cpu.items()}
     busy = {name: [row.sum() - row[CPU.index("caller")] for row in cpu[name]] for name in cpu}
@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """All rounds, and what they were run on.
+    """Runs all rounds; the result for JSON.
 
     Raises ConfigError for a wrong address and if the first place is not a folder, Unsupported
     without Mooncake's client.

@@ -23,7 +23,7 @@ class KvPageShape:
         return self.layers * self.slice_nbytes
 
     def layout(self, page_size: int = 64) -> KVLayout:
-        """A layout of this shape; `page_size` counts tokens and is identity only."""
+        """A layout of this shape; `page_size` is in tokens, and only part of the identity."""
         half = self.slice_nbytes // 2
         return KVLayout(
             layers=self.layers,

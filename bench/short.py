@@ -1,17 +1,17 @@
-"""Measures short transfers: what a call costs its caller, and how long one page takes to be stored.
+"""Measures short transfers: the cost of a call to its caller, and the time to store one page.
 
-The calls are made in pools in memory, so that no disk plays a part: CPU time of the thread that
-calls, until the call returns, after the transfer before has ended, and in a row.  In the same
-random order controls without a bar measure the least that a call can cost: one native call that
-submits a command and wakes the service thread, and models of the Python that the calls run through
-(bench/path_model.py).  A model runs where its call does: every other time it is the first of the
-two and is measured, else the call is, so that both find the same caches.
-The puts of one page go to a file or a device by direct I/O, and so do plain writes of the same
-bytes and one record: in turns, or one after the other on devices, which hold one pool.
-All calls come from another thread than the main one, as in a server: one from the main thread,
-which Ctrl-C interrupts, is made by another thread, whose CPU time would not count.
-Pools are opened with the defaults of `tutti.open`, where transfers pass the scheduler's queue; rows
-and puts "at once" have no profile.
+Calls use pools in memory, so that no disk is involved: CPU time of the calling thread until the
+call returns, after the end of the transfer before, and in succession.  In the same random order,
+controls without a bar measure the least possible cost: one native call that submits a command and
+wakes the service thread, and models of the Python code of the calls (bench/path_model.py).  A call
+and its model run together; alternately the first of the two, which is measured, is the call or the
+model, so that both find the same caches.
+Puts of one page go to a file or a device by direct I/O, as do plain writes of the same bytes and
+one record: alternately, or one after the other on devices, which have room for one pool.
+No call is made on the main thread, as in a server: a call there, which Ctrl-C may interrupt, is
+executed by another thread, whose CPU time would not be counted.
+Pools are opened with the defaults of `tutti.open`, with the scheduler's queue; rows and puts "at
+once" have no profile.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
 HEAD = ("pages", "call", "best us", "median us", "bar us", "")
-#: Microseconds of the caller for each call, and how many times its bytes and a record a put takes.
+#: Calls whose microseconds for the caller are measured.
 CALLS = ("put", "match and load", "match and load, in a row", "put, in a row")
 BARS_US = dict(zip(CALLS, (60.0, 100.0, 100.0, 60.0), strict=True))
 NATIVE = "one native call"  # of no pages
@@ -63,7 +63,7 @@ RATIO = 1.5
 _PAGES = (1, 4, 16)
 _SHAPE, _PAGE_SHAPE = "16x128KiB", "32x256KiB"  # 2 MiB and 8 MiB
 _WARM, _ROW, _PUT_ROW = 10, 8, 4
-_CALLS_NBYTES = 2 * GiB + 64 * MiB  # a 64th, which is kept free, has the pages of a put
+_CALLS_NBYTES = 2 * GiB + 64 * MiB  # the reserve, a 64th, has room for a put's pages
 _MEMORY = Path("/dev/shm")
 _BLOCK_NBYTES = 4096  # of a record, too
 _WAIT_S, _LIMIT_S = 60.0, 3600.0  # for a transfer, and for all of them
@@ -74,12 +74,12 @@ _PUTS: dict[str, dict[str, Any]] = {
     "put, at once": {"profile": None},
 }
 _PLAIN = "plain"
-#: Makes the call for a turn, which is timed.
+#: Prepares a turn's call, which is timed.
 _Prepare = Callable[[int], Callable[[], object]]
 _Calls = dict[str, _Prepare]
-#: How often a model takes each kind of step.
+#: Number of steps of a model, by kind.
 _Steps = dict[str, list[tuple[str, int]]]
-#: Gives microseconds by call, or those of models.
+#: Returns microseconds by call, or of the models.
 _Measure = Callable[[bool], dict[str, float]]
 
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     refuse(paths, why, lambda path: is_drive(path) or is_generic(path))
     in_memory = _MEMORY if _MEMORY.is_dir() else Path(medium_of(args))
     with progress("short transfers", 2) as bar, ThreadPoolExecutor(1) as thread:
-        # First what may be refused: a place that is in use, or holds something.
+        # First, because the place may be refused: it may be in use, or have content.
         puts = thread.submit(_one_page, paths, args.rounds, args.capacity, args.force)
         page = puts.result(_LIMIT_S)
         bar.advance(1)
@@ -161,7 +161,7 @@ def _calls(folder: Path, count: int) -> tuple[list[dict[str, Any]], _Steps]:
         native = _NativeCall(stack, Path(made) / "native")
         cases.append((0, True, lambda _: native.cost()))
         for turn in range(-_WARM, 2 * count):
-            for i in rng.permutation(len(cases)):  # what went before leaves caches cold
+            for i in rng.permutation(len(cases)):  # earlier calls leave caches cold
                 n, scheduled, measure = cases[i]
                 for call, us in measure(turn % 2 == 1).items():
                     if turn >= 0:
@@ -185,10 +185,10 @@ def _place(scheduled: bool, n: int, call: str) -> tuple[bool, int, bool, int]:
 
 
 def _recorded(store: ObjectStore, n: int, rng: np.random.Generator) -> list[Frame]:
-    """What a put runs through, and a match and load."""
+    """Records the Python code of a put, and of a match with a load."""
     first, keys = rng.integers(0, 256, (2, n, 16), np.uint8)
     pages = np.arange(n)
-    store.put(first, pages).wait(_WAIT_S)  # whatever happens once
+    store.put(first, pages).wait(_WAIT_S)  # for work that is done only once
 
     def load() -> Any:
         return store.load(keys[: store.match(keys)], pages)
@@ -208,13 +208,12 @@ def _call_costs(
     rng: np.random.Generator,
     modelled: bool,
 ) -> dict[str, float]:
-    """Microseconds of this thread for each call, or for the models; everything has ended
-    afterwards.
+    """Microseconds of this thread for each call, or for the models; waits for all transfers.
     """
     pages, clock_ns = np.arange(n), time.thread_time_ns
 
     def first_of(real: Callable[[], Any], model: Callable[[], object]) -> tuple[Any, float]:
-        """Makes both calls: the ticket of the real one, and microseconds of the first."""
+        """Makes both calls; the ticket of the real one, and the microseconds of the first."""
         calls = (model, real) if modelled else (real, model)
         began_ns = clock_ns()
         result = calls[0]()
@@ -222,7 +221,7 @@ def _call_costs(
         return (result, calls[1]())[modelled], took_ns / 1e3
 
     def put() -> tuple[Bytes, float]:
-        """New keys, and the microseconds of their put, which has ended."""
+        """Puts new keys and waits; the keys, and the put's microseconds."""
         keys = rng.integers(0, 256, (n, 16), np.uint8)
         ticket, us = first_of(partial(store.put, keys, pages), models[0])
         ticket.wait(_WAIT_S)
@@ -239,7 +238,7 @@ def _call_costs(
     loads_us = (clock_ns() - began_ns) / 1e3
     for ticket in loads:
         ticket.wait_settled(_WAIT_S)
-    put()  # it warms the caches, which loads were in
+    put()  # warms the caches after loads
     puts_us = sum(put()[1] for _ in range(_PUT_ROW))
     if modelled:
         return dict(zip(MODELS, (put_us, load_us), strict=True))
@@ -248,8 +247,8 @@ def _call_costs(
 
 
 class _NativeCall:
-    """A call that submits a read of one block and wakes the service thread, without a store: to an
-    engine over a file of its own.
+    """A call that submits a read of one block and wakes the service thread.  Its engine has its own
+    file and no store.
     """
 
     def __init__(self, stack: ExitStack, path: Path) -> None:
@@ -278,12 +277,13 @@ class _NativeCall:
 def _one_page(
     paths: list[str], rounds: int, capacity_nbytes: int, force: list[str]
 ) -> dict[str, Any]:
-    """Times of a put of one page, without digests, at once, of its bytes, and of a record.
+    """Times of a put of one page (also without digests, and at once), and of plain writes of its
+    bytes and of a record.
 
-    All of them in turns; on devices, which hold one pool, one after the other.  Each is of other
-    bytes and to a place that was not written lately.  Nothing is deleted, as the blocks of empty
-    groups are deallocated and the next put would have to allocate them again: the pools are full
-    and evict.
+    They alternate; on devices, which have room for one pool, they run one after the other.  Each
+    has other bytes and a place that was not written lately.  Nothing is deleted, because blocks of
+    empty groups are deallocated, and the next put would allocate them again: pools are full and
+    evict.
     """
     rng = np.random.default_rng(2)
     nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
@@ -303,7 +303,7 @@ def _one_page(
                 store = _opened(stack, where, _PAGE_SHAPE, capacity_nbytes, force, **options)
                 slots = store.geometry.slots
                 calls[name] = _puts(store, source, rng)
-            for turn in range(slots + rounds):  # every place was written before it counts
+            for turn in range(slots + rounds):  # counts only after every place was written
                 for name in list(calls)[:: 1 if turn % 2 else -1]:
                     call = calls[name](turn)
                     began_s = time.perf_counter()
@@ -335,7 +335,7 @@ def _puts(store: ObjectStore, source: Bytes, rng: np.random.Generator) -> _Prepa
 def _plain_writes(
     stack: ExitStack, paths: list[str], source: Bytes, slots: int, force: list[str]
 ) -> _Calls:
-    """Of a page, and of a record behind all of them; the members take turns."""
+    """Plain writes of a page, and of a record after all pages; members alternate."""
     nbytes, most = source.shape[1], -(-slots // len(paths))
     stack.enter_context(temporary_members(paths, most * nbytes + MiB, force=force))
     fds: list[int] = []
@@ -384,7 +384,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         "one native call: submits a read of one block and wakes a service thread, in the same"
         " random order",
     ]
-    if "steps" in result:  # else it is of earlier code
+    if "steps" in result:  # missing in results of earlier code
         notes += bounds_of(result)
     return [
         *notes,
@@ -395,7 +395,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def bounds_of(result: dict[str, Any]) -> list[str]:
-    """What the models say of the bars."""
+    """Notes on the bars from the models."""
     notes = [
         "model: as many steps of the interpreter as the call takes, each of the cheapest kind, and"
         " nothing native; in turns with its call"

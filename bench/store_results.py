@@ -2,10 +2,10 @@
 
     python -m tutti.bench.store_results --dir /mnt/nvme --out bench/results
 
-Each result is a command of its own, one after the other, so run this on a machine with no other
-work. A result replaces the old one only if its command succeeded within its time and measured all
-that it should; what could not be measured keeps its old result and is listed with the reason, here
-and in the manifest `store-run.json`, to which each step is added as it ends.
+Each result has a command; they run one after the other, so use a machine with no other work. A
+result replaces the old one only if its command succeeded in time and measured everything. Otherwise
+the old result stays, and the reason is printed and added to the manifest `store-run.json`, which is
+updated after each step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REASON_MAX = 200
 
 @dataclass(frozen=True)
 class Result:
-    """One result: a module with its arguments, in which {out} and {trace} are filled in, {dirs} by
-    the folders, and {dir} by the first of them, for what takes one.
+    """One result: a module with its arguments, in which {out}, {trace}, {dirs} (all folders) and
+    {dir} (the first one) are replaced.
 
-    prints: the result is what the command prints; otherwise it writes NAME.json into {out}.
-    sglang: it runs with the Python that has SGLang.  limit_s: a step that takes longer is ended.
-    picture: what NAME.png shows, for a step that draws one for the page.
+    prints: the command prints the result; otherwise it writes NAME.json into {out}.
+    sglang: runs with the Python that has SGLang.  limit_s: time after which the step is killed.
+    picture: subject of NAME.png, for a step that draws one for the page.
     """
 
     name: str
@@ -66,8 +66,8 @@ _SAME_PAGES = (
     " fio-hugepages-4-pages"
 )
 
-#: The longest last.  The limits are about twice what a step takes on two processors and a disk
-#: of 3 GB/s; all steps together take some 100 minutes there.
+#: The longest steps last.  Limits are about twice the time of a step on two processors and a disk
+#: of 3 GB/s; all steps together take about 100 minutes there.
 STEPS = (
     _compare("bandwidth-fio", 480, "--seconds 1"),
     _compare("files", 600, "--size 2GiB --seconds 1 --only direct"),
@@ -115,10 +115,10 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Places:
-    """Where to measure, and with what.
+    """Places and programs for the measurements.
 
-    python, sglang: commands that run a module, the second one with SGLang's packages; without it
-    and without a trace, steps that take them are not measured.
+    python, sglang: commands that run a module, the second one with SGLang's packages.  Steps that
+    need a missing one, or a missing trace, are skipped.
     """
 
     folders: Sequence[str]
@@ -159,8 +159,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures the steps, and writes their results and the manifest.
 
-    Raises ConfigError for names that are no results, and for a checkout with changes, whose numbers
-    could not be told from those of its commit.
+    Raises ConfigError for unknown names, and for a checkout with changes, because its numbers could
+    not be distinguished from those of its commit.
     """
     unknown = sorted(set(only or ()) - {step.name for step in STEPS})
     if unknown:
@@ -174,7 +174,7 @@ def run(
     for left in sorted(file for folder in places.folders for file in Path(folder).glob("*.tutti")):
         log(f"{left} is there: a step whose pool has this name will not be measured")
     manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
-    _save(manifest, places.out)  # the old one would be wrong of what is measured anew
+    _save(manifest, places.out)  # the old one would not match the new results
     end_s = time.monotonic() + limit_s
     for step in STEPS:
         if only is None or step.name in only:
@@ -196,7 +196,7 @@ def _save(manifest: dict[str, Any], out: Path) -> None:
 
 
 def _measure(step: Result, places: Places, commit: str, left_s: float) -> str:
-    """How a step ended, which may take so long: "measured", or the reason why it was not."""
+    """Runs a step; returns "measured", or the reason why it was not."""
     if "{trace}" in step.words and places.trace is None:
         return "not measured: it takes a trace (--trace)"
     if step.sglang and not places.sglang:
@@ -226,7 +226,7 @@ def words_of(step: Result, places: Places, out: str) -> list[str]:
 
 
 def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
-    """A command with a session of its own, so that all of it can be ended; None if it had to be."""
+    """Runs a command in a session of its own, so that all of it can be killed; None if it was."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
@@ -240,7 +240,7 @@ def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Has a command remove its files and end, then kills what is left of it."""
+    """Lets a command remove its files and end, then kills the rest of it."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_END_S)
@@ -252,9 +252,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _take(
     step: Result, made: Path, out: Path, done: subprocess.CompletedProcess[str], commit: str
 ) -> str:
-    """Moves a result to its place if it is one of this commit, and whole.
+    """Moves a complete result of this commit to its place, with its picture.
 
-    With its picture; without a new one the page's old one goes, as it is of other numbers.
+    Without a new picture, the old one is removed, because it shows other numbers.
     """
     file = made / f"{step.name}.json"
     if done.returncode != 0 or not file.exists():
@@ -275,10 +275,10 @@ def _take(
 
 
 def _lacking(result: dict[str, Any]) -> list[str]:
-    """What a result should hold and does not: peers that could not run, cells without numbers.
+    """The missing parts of a result: peers that could not run, cells without numbers.
 
-    fio shows what the drive gives beside the numbers of the store, and the result names why it
-    could not. So its rows may lack; but not all rows.
+    Rows of fio may be missing, since fio is only a reference and the result has the reason; but not
+    all rows.
     """
     lacking = {name: why for name, why in result.get("skipped", {}).items() if name not in FIO}
     cells = result.get("cells")

@@ -20,9 +20,9 @@ BATCH_PAGES = 128
 class PeerPlan:
     """Parameters of all peers: page size, location, number of batches that are kept.
 
-    layout: of SGLang's host pool.  batches: how many stay stored; the oldest goes.  host_pages: how
-    the memory of pages gets large pages; empty: as each peer does it by itself.  others: further
-    directories, for further members of Tutti's pools.
+    layout: of SGLang's host pool.  batches: number of stored batches; the oldest is removed.
+    host_pages: how memory gets large pages; "": by each peer itself.  others: more directories,
+    for more members of Tutti's pools.
     """
 
     directory: str
@@ -44,16 +44,16 @@ class PeerPlan:
 
     @property
     def kept_nbytes(self) -> int:
-        """What every peer keeps on the disk, whose host caches a part of it.
+        """Bytes that every peer keeps on disk; the disk's host caches a part of them.
 
-        A load makes its batch a recent one. So a pool that evicts what was not used for longest
-        also keeps old batches, which no one loads again.
+        A load makes its batch recent. So a pool that evicts the least recently used also keeps old
+        batches, which are not loaded again.
         """
         return (2 * self.batches - 1) * self.batch_nbytes
 
     @property
     def capacity_nbytes(self) -> int:
-        """Of a pool with `eviction="lru"`, which keeps some slots free."""
+        """Capacity of a pool with `eviction="lru"`, which keeps some slots free."""
         return self.kept_nbytes + self.batch_nbytes // 2
 
     def to_json(self) -> str:
@@ -62,7 +62,7 @@ class PeerPlan:
 
 
 class Peer(ABC):
-    """Stores and loads the same pages over and over, under other names.  Not thread-safe."""
+    """Stores and loads the same pages repeatedly, under different names.  Not thread-safe."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class Peer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Opens what is measured; memory that it takes from here on is counted."""
+        """Opens the measured system; memory that it takes from now on is counted."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,5 +101,5 @@ class Peer(ABC):
         """Looks all pages of these batches up in one call: how many are stored, from the first."""
 
     def kept(self, batch: int) -> Kept:
-        """Where a store of Tutti's keeps a batch.  Raises Unsupported for other peers."""
+        """Location of a batch in Tutti's store.  Raises Unsupported for other peers."""
         raise Unsupported(f"{type(self).__name__} has no store of Tutti's; ask another peer")

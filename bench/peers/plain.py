@@ -1,4 +1,4 @@
-"""Peers without SGLang: the store itself on its host path, and a file for every page."""
+"""Peers without SGLang: the store itself with host memory, and a file per page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _THREADS = 4
 
 
 class PlainPeer(Peer):
-    """Pages in ordinary memory that keep their content; only their names change."""
+    """A peer with pages in ordinary memory, whose content stays and whose names change."""
 
     def __init__(self, plan: PeerPlan) -> None:
         self._plan = plan
@@ -61,7 +61,7 @@ class PlainPeer(Peer):
 
 
 class StorePeer(PlainPeer):
-    """Tutti's store on one file, one put or load for a batch."""
+    """Tutti's store on one file, with one put or load per batch."""
 
     def __init__(self, plan: PeerPlan) -> None:
         super().__init__(plan)
@@ -101,7 +101,7 @@ class StorePeer(PlainPeer):
 
 
 class FilesPeer(PlainPeer):
-    """A file for every page, by threads, O_DIRECT; nothing is checksummed."""
+    """A file per page, with threads and O_DIRECT, without checksums."""
 
     def __init__(self, plan: PeerPlan) -> None:
         super().__init__(plan)

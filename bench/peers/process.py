@@ -1,9 +1,9 @@
-"""The process of its own in which one peer is measured.
+"""The process in which one peer is measured.
 
     python -m tutti.bench.peers.process PLAN NAME
 
-A process for each, so that CPU time and memory are its own. It takes one command a line (`store 3`,
-`load 3`, `ways 3 0`, `exists 0 1 2`, `pages`, `quit`) and answers with one line of JSON.
+Each peer has a process, so that CPU time and memory are its own. It takes one command per line
+(`store 3`, `load 3`, `ways 3 0`, `exists 0 1 2`, `pages`, `quit`) and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
         "eviction": "lru",
     }
     if plan.host_pages:
-        tutti_options["hugepages"] = "off"  # the bench has done it, for all peers alike
+        tutti_options["hugepages"] = "off"  # the bench has done it for all peers
     posix = {"posix": {"active": True, "use_uring": "true"}}
     backends: dict[str, tuple[str, dict[str, Any]]] = {
         "hicache-tutti": ("dynamic", tutti_options),
@@ -70,7 +70,7 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
     return backends[name]
 
 
-#: Each with the backend of SGLang, or the package, that it needs; none for those that need neither.
+#: The SGLang backend or the package that each peer needs; empty if it needs neither.
 PEERS: dict[str, str] = {
     "hicache-tutti": "dynamic",
     "hicache-tutti-unverified": "dynamic",
@@ -85,8 +85,8 @@ PEERS: dict[str, str] = {
 class PeerProcess:
     """Runs one peer and measures it.
 
-    A store ends with the bytes on the medium (the file system is synchronised inside the timed
-    part), and a load begins with nothing of the files in the page cache.
+    A store ends when the bytes are on the medium (the timed part syncs the file system), and a load
+    begins without any of the files' bytes in the page cache.
     """
 
     def __init__(self, peer: Peer, plan: PeerPlan) -> None:
@@ -100,7 +100,7 @@ class PeerProcess:
             advise_hugepages([peer.memory()], plan.host_pages, stop)
             timer.cancel()
         self._base_nbytes = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
         peer.open()
 
     def answer(self, command: str, batches: list[int]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class PeerProcess:
         return measured
 
     def _ways(self, batch: int, turn: int) -> dict[str, Any]:
-        """Every way to read a batch in turn, first the one with this number, and around."""
+        """Reads a batch in all ways, in cyclic order from the one with number ``turn``."""
         ways = ways_of(self._peer.kept(batch), partial(self._peer.load, batch))
         names = (WAYS[(turn + i) % len(WAYS)] for i in range(len(WAYS)))
         return {name: self._load(batch, read=ways[name]) for name in names}
@@ -153,7 +153,7 @@ class PeerProcess:
         }
 
     def _forget_cached(self) -> None:
-        """Drops the files from the page cache, and the oldest of a peer that keeps all of them."""
+        """Drops the files from the page cache; removes the oldest if the peer keeps all files."""
         files = sorted(
             (path for path in self._directory.rglob("*") if path.is_file()),
             key=lambda path: path.stat().st_mtime_ns,
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answers commands until `quit` or the end of the input."""
     plan_text, name = sys.argv[1:] if argv is None else argv
     plan = PeerPlan(**json.loads(plan_text))
-    # Whatever a peer prints goes elsewhere: the answers have standard output to themselves.
+    # Output of the peer goes elsewhere: standard output is only for answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:

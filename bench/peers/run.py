@@ -1,7 +1,7 @@
 """Compares ways to keep pages on an SSD: SGLang's backends, Tutti's, plain files and fio.
 
-Every peer is a process of its own, and is compared in rounds with `hicache-tutti`: in each round
-both store a batch of 128 pages of Llama-3-8B's shape and load one that they stored earlier.
+Every peer is a process, and is compared in rounds with `hicache-tutti`: in each round both store a
+batch of 128 pages of Llama-3-8B's shape and load one that they stored earlier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tutti.bench.statistics import bootstrap_median, interval_text, median, perc
 from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout, MediumError
 
-#: Of SGLang 0.5.23: private memory that is advised before it is touched.
+#: SGLang 0.5.23 then allocates private memory, with madvise before the first touch.
 PARALLEL_ALLOCATION = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"
 HOST_PAGES = ("advise", "collapse", "thp")
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
@@ -41,12 +41,12 @@ PHASES = ("store", "load")
 _BASE = "hicache-tutti"
 _TIMEOUT_S = 300.0
 _PREFIX = "tutti-peers-"
-_TURNS = 2  # that every way to read the same memory has, for each other peer of a launch
+_TURNS = 2  # reads per way to read the same memory, for each other peer of a launch
 _EXISTS_PAGES = 1024
 
 
 class PeerClient:
-    """Starts the process of one peer, and asks it."""
+    """Starts the process of one peer, and sends it commands."""
 
     def __init__(self, name: str, plan: PeerPlan) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class PeerClient:
         self._answer()
 
     def ask(self, command: str, *batches: int) -> dict[str, Any]:
-        """Has a command carried out.  Raises MediumError when the process failed at it."""
+        """Executes a command; returns its result.  Raises MediumError if it failed."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join([command, *map(str, batches)]) + "\n")
         return self._answer()
@@ -183,15 +183,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-#: `hicache-tutti` starts as the first system of a launch, as the second and as the third, in turns.
+#: In turn, `hicache-tutti` is the first, second and third system that a launch starts.
 _FIRSTS = 3
 
 
 @dataclass
 class _Measured:
-    """What was seen of one peer; base: batch by batch, `hicache-tutti` in the same rounds; pages:
-    of each launch, the kind of pages at its end; ways: of `hicache-tutti`, see same_memory.py;
-    failed: why later ones are missing.
+    """Measurements of one peer.  base: of `hicache-tutti` in the same rounds, by batch.
+    pages: kind of pages at the end of each launch.  ways: of `hicache-tutti`, see same_memory.py.
+    failed: reason why later measurements are missing.
     """
 
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {p: [] for p in PHASES})
@@ -203,7 +203,7 @@ class _Measured:
 
 
 class _Worker:
-    """One peer at work in a folder of its own, which goes with it."""
+    """One running peer with a folder of its own, which is removed with it."""
 
     def __init__(self, name: str, plan: PeerPlan, stack: ExitStack, *, allow_sysctl: bool) -> None:
         self.name, self._batches, self._next = name, plan.batches, 0
@@ -221,7 +221,7 @@ class _Worker:
         stack.callback(self._asker.end)
 
     def round(self) -> dict[str, Sample]:
-        """Stores a batch, and loads the oldest that is kept."""
+        """Stores a batch, and loads the oldest one that is kept."""
         batch = self._next
         self._next += 1
         stored = Sample(**self._asker.ask("store", batch))
@@ -236,7 +236,7 @@ class _Worker:
             found.ways.append({name: Sample(**of) for name, of in answer.items()})
 
     def look_up(self, times: int, found: _Measured) -> None:
-        """Asks for a long prompt, made up of the stored batches over and over; and the pages."""
+        """Looks up a long prompt, made of repeated stored batches; reads the kind of pages."""
         if self.name in FIO:
             return
         kept = [self._next - 1 - i % self._batches for i in range(_EXISTS_PAGES // BATCH_PAGES)]
@@ -251,12 +251,12 @@ def _measure(
     progress: ProgressFactory,
     skipped: dict[str, str],
 ) -> dict[str, Any]:
-    """Each peer in rounds of its own with `hicache-tutti`, so that few bytes lie on the disk.
+    """Measures each peer in separate rounds with `hicache-tutti`, so that few bytes are on disk.
 
-    fio in place of a peer is added to `skipped` when it fails.
+    fio as a peer is added to `skipped` if it fails.
 
-    Rounds of all peers together need more than the cache of a virtual disk's host holds, and then
-    whose bytes it keeps decides the speeds.
+    Rounds with all peers would exceed the cache of a virtual disk's host, and speeds would depend
+    on whose bytes that cache keeps.
     """
     plan = PeerPlan("", tokens, args.layout, args.batches, args.host_pages or "")
     found = {name: _Measured() for name in names}
@@ -278,7 +278,7 @@ def _measure(
 
 
 def _warming(plan: PeerPlan) -> int:
-    """Rounds until every pool was written in full once."""
+    """Number of rounds until every pool was written completely once."""
     return 2 * plan.batches + 2
 
 
@@ -292,8 +292,8 @@ def _launch(
 ) -> None:
     """Starts every peer once, and measures it.
 
-    earlier: how many of the others allocate their memory before `hicache-tutti` does.  Physical
-    pages differ in speed, and a system that is always the first could always get the same ones.
+    earlier: number of others that allocate memory before `hicache-tutti`.  Physical pages differ in
+    speed, and a system that always starts first could always get the same ones.
     """
     rounds = args.rounds
 
@@ -409,7 +409,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def members_note(result: dict[str, Any]) -> list[str]:
-    """That Tutti's pools had several members, and all others one folder."""
+    """Notes if Tutti's pools had several members and the others one folder."""
     members = result.get("members", 1)
     return [f"Tutti's pools: {members} members; all else in the first folder."] * (members > 1)
 
@@ -449,7 +449,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
 
 
 def _large_pages(name: str, facts: dict[str, Any]) -> str:
-    """Of the memory of both directions; fio's cannot be read back."""
+    """Page kind of the memory of both directions; fio's is unknown."""
     if name in FIO:
         return "hugetlbfs" if FIO[name].hugepages else "not read: fio's own process"
     pages = facts.get("host_pages", ())
@@ -457,7 +457,7 @@ def _large_pages(name: str, facts: dict[str, Any]) -> str:
 
 
 def notes_of(cell: dict[str, Any]) -> list[str]:
-    """What reads of the same memory show; older results have none."""
+    """Notes on the reads of the same memory; older results have none."""
     ways = cell.get("same_memory")
     if not ways:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Blocks:
-    """A tier of so many blocks.  A prefix is matched up to the first block that is missing."""
+    """A tier with a capacity in blocks.  A prefix is matched up to the first missing block."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(0, capacity)
@@ -21,7 +21,7 @@ class Blocks:
         return block in self._held
 
     def match(self, ids: Sequence[int], first: int = 0) -> int:
-        """How many leading blocks are here, those before ``first`` not asked for."""
+        """Number of leading blocks in the tier; those before ``first`` are assumed to be."""
         held = self._held
         for end in range(first, len(ids)):
             if ids[end] not in held:
@@ -29,12 +29,12 @@ class Blocks:
         return len(ids)
 
     def absent(self, ids: Sequence[int], besides: set[int]) -> list[int]:
-        """Those that are neither here nor in ``besides``."""
+        """The blocks that are neither in the tier nor in ``besides``."""
         held = self._held
         return [block for block in ids if block not in held and block not in besides]
 
     def touch(self, ids: Sequence[int]) -> None:
-        """The blocks that are here were used; the first of a prefix stays longest."""
+        """Marks blocks in the tier as used; the first of a prefix becomes the most recent."""
         held = self._held
         for block in reversed(ids):
             if block in held:

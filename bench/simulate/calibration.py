@@ -34,9 +34,9 @@ _Known = TypeVar("_Known")
 
 @dataclass(frozen=True)
 class ServerParameters:
-    """An inference server.  gpu_scale: times the roofline's compute.  chunk_tokens: of a step.
+    """An inference server.  gpu_scale: factor on the roofline's compute.  chunk_tokens: per step.
 
-    base_share: of a step, what the GPU waits although everything is in its memory.
+    base_share: share of a step in which the GPU waits even if everything is in its memory.
     mixed: running requests decode within prefill steps, which take mixed_ms longer; else they wait.
     """
 
@@ -53,9 +53,9 @@ class ServerParameters:
 class StorageSystem:
     """A store below the server's own cache.
 
-    layerwise: a layer computes as soon as it is there, else all are awaited.  read_ahead_nbytes:
-    of loads whose step did not begin; 0 for none.  submit_*_us: of one I/O of io_nbytes, by one
-    thread.  fixed_us: of each load.
+    layerwise: a layer computes once it has arrived; else all layers must have.  read_ahead_nbytes:
+    limit of loads whose step has not begun; 0 for none.  submit_*_us: per I/O of io_nbytes, by one
+    thread.  fixed_us: per load.
     """
 
     tier: str
@@ -72,9 +72,9 @@ class StorageSystem:
 
 @dataclass(frozen=True)
 class Sent:
-    """How the paper's clients are taken to have sent a data set.
+    """Assumptions on how the paper's clients sent a data set.
 
-    tasks: all without any.  token_scale: times the tokens of the data set's own table.
+    tasks: empty for all.  token_scale: factor on the tokens in the data set's table.
     """
 
     order: str
@@ -87,7 +87,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Everything that decides how long something takes; capacities are those of one server."""
+    """All parameters that determine times; capacities are per server."""
 
     model: ModelShape
     page_tokens: int
@@ -116,9 +116,9 @@ class Calibration:
         return _named(self.servers, name, "server")
 
     def system(self, name: str) -> StorageSystem:
-        """A system by its name; with -whole or -layers, as that awaits whole loads or layers.
+        """A system by its name; the suffix -whole or -layers changes what it waits for.
 
-        Raises ConfigError for a name that is not known, or one that loads nothing.
+        Raises ConfigError for an unknown name, or a system that loads nothing.
         """
         first, _, way = name.rpartition("-")
         if name in self.systems or way not in _WAYS:
@@ -130,7 +130,7 @@ class Calibration:
 
 
 def load_calibration(path: Path = FILE) -> Calibration:
-    """Reads a calibration.  Raises ConfigError, whatever the file holds or lacks."""
+    """Reads a calibration.  Raises ConfigError for any invalid file."""
     try:
         with open_regular(path) as file:
             content = file.read(_NBYTES_MAX + 1)
@@ -160,9 +160,9 @@ def gpu_of(name: str) -> GpuRoofline:
 
 
 class ServerTimes:
-    """How long things take on one server that is alone: a `Profile` for the scheduler.
+    """Times of one idle server, as a `Profile` for the scheduler.
 
-    profile: measured compute and drive that replace the roofline and the list's.
+    profile: measured compute and drive, which replace the roofline and the listed drive.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ServerTimes:
 
     @property
     def latency_us(self) -> float:
-        """Of every transfer."""
+        """Latency of every transfer, in microseconds."""
         return self._latency_us
 
     def layer_us(self, new_tokens: int, prefix_tokens: int) -> float:
@@ -202,13 +202,13 @@ class ServerTimes:
         return self._gpu_scale * self._roofline.layer_us(new_tokens, prefix_tokens)
 
     def decode_us(self, batch: int, context_tokens: int) -> float:
-        """See Profile.  Decode is not scaled: nothing published tells by how much."""
+        """See Profile.  Decode is not scaled, because no factor is published."""
         if self._compute is not None:
             return self._compute.decode_us(batch, context_tokens)
         return self._roofline.decode_us(context_tokens)
 
     def submit_us(self, nbytes: int, *, write: bool) -> float:
-        """What the submitting thread takes for a transfer."""
+        """Time of the submitting thread for a transfer, in microseconds."""
         system = self.system
         one_us = system.submit_write_us if write else system.submit_read_us
         return -(-nbytes // system.io_nbytes) * one_us

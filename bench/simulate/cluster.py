@@ -30,10 +30,10 @@ _EVENTS_PER_REQUEST_MAX = 100_000
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many of what.  media: of the drive (or set of drives) that the times name, per node.
+    """The size of a cluster.  media: per node, number of the drives (or sets) that the times name.
 
-    unit_layers: layers of a launch; more make the simulation quicker and coarser.
-    remote: the tier below the drives, which all nodes share.
+    unit_layers: layers per issue; more make the simulation faster and coarser.
+    remote: the tier below the drives, shared by all nodes.
     """
 
     servers: int = 1
@@ -96,7 +96,7 @@ class Cluster:
                 self.servers.append(server)
 
     def warm(self, requests: Sequence[TraceRequest]) -> None:
-        """Fills the tiers as if these requests had been served, without time."""
+        """Fills the tiers as if these requests had been served; takes no simulated time."""
         for number, request in enumerate(requests):
             server = self.servers[number % len(self.servers)]
             ids = request.hash_ids[: request.input_tokens // BLOCK_TOKENS]
@@ -105,9 +105,9 @@ class Cluster:
                 server.store.add(ids)
 
     def run(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
-        """Serves the requests at their timestamps, to the last token and the last page stored.
+        """Serves the requests at their timestamps, until the last token and the last stored page.
 
-        Raises ConfigError for nothing to serve.
+        Raises ConfigError without requests.
         """
         if not requests:
             raise ConfigError("no requests to simulate; give a workload")
@@ -116,7 +116,7 @@ class Cluster:
         for number, request in enumerate(requests):
             at_ns = (request.timestamp_ms - first_ms) * 1_000_000
             self.timeline.at(at_ns, partial(self._arrive, number, request))
-        gc.freeze()  # the requests are looked through again and again else: a third of the time
+        gc.freeze()  # otherwise the collector scans the requests repeatedly: a third of the time
         try:
             self.timeline.run(_EVENTS_PER_REQUEST_MAX * len(requests))
         finally:
@@ -133,9 +133,9 @@ class Cluster:
         self._route(request).arrive(number, request)
 
     def _route(self, request: TraceRequest) -> SimulatedServer:
-        """Round robin, or to the server that has the fewest tokens to compute before the first.
+        """Round robin, or the server with the fewest tokens to compute before the first token.
 
-        What is queued there counts, and what is not cached there.  Ties go round.
+        These are queued tokens and tokens that are not cached there.  Ties are broken cyclically.
         """
         self._turn += 1
         count = len(self.servers)
@@ -154,7 +154,7 @@ class Cluster:
         self._reqs[req.number] = req
 
     def _check(self, requests: Sequence[TraceRequest]) -> None:
-        """What came in went out; a difference is a defect of the simulator."""
+        """Checks that all requests were served; a difference is a defect of the simulator."""
         assert len(self._reqs) == len(requests), "every request ends"
         for req in self._reqs.values():
             tokens = req.cached_tokens + req.computed_tokens
@@ -169,7 +169,7 @@ class Cluster:
         assert not self.media or moved == nbytes, "every byte is written once"
 
     def after(self, share: float) -> dict[str, Any]:
-        """What became of the requests but the first ones of a run; share: of those."""
+        """Results without the first requests of a run; share: of requests that are left out."""
         reqs = [self._reqs[number] for number in range(len(self._reqs))]
         return _request_numbers(reqs[round(share * len(reqs)) :])
 
@@ -208,7 +208,7 @@ class Cluster:
         }
 
     def _remote_numbers(self, tokens: int) -> dict[str, float]:
-        """Tokens fetched, copied and late, for each token of the prompts."""
+        """Tokens fetched, copied and late, per token of the prompts."""
         if not self.links:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""Virtual time, and what serves on it: a drive or a link that several servers share.
+"""Virtual time, and a drive or a link in it that several servers share.
 
 A fluid model: each direction serves one transfer after another at its bandwidth, and both are
 slower by the interference while both have work.  It moves no bytes; the drive of
@@ -19,7 +19,7 @@ READ, WRITE = "read", "write"
 
 
 class Timeline:
-    """Virtual time in nanoseconds.  What was put in first happens first at equal times."""
+    """Virtual time in nanoseconds.  Events at the same time happen in order of insertion."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -35,7 +35,7 @@ class Timeline:
         heapq.heappush(self._heap, (when_ns, self._count, what))
 
     def run(self, events_max: int) -> None:
-        """Until nothing is left to happen.  Raises DeviceTimeout after so many events."""
+        """Runs until no event is left.  Raises DeviceTimeout after ``events_max`` events."""
         heap = self._heap
         while heap:  # bounded by events_max
             self.now_ns, _, what = heapq.heappop(heap)
@@ -48,7 +48,7 @@ class Timeline:
 
 
 class DeviceTransfer:
-    """Bytes that are moved, or wait for that.  done: called when the last one was."""
+    """A running or queued transfer.  done: called when its last byte was moved."""
 
     __slots__ = ("done", "nbytes")
 
@@ -100,9 +100,9 @@ class Device:
         return transfer
 
     def cut(self, direction: str, transfer: DeviceTransfer, unit: int) -> int:
-        """Takes back what of a transfer was not begun, and returns what is left of it.
+        """Removes the part of a transfer that was not begun; returns the bytes that are left of it.
 
-        Bytes go in whole units.  A transfer of which nothing is left will not end.
+        Bytes are moved in whole units.  A transfer with nothing left never calls ``done``.
         """
         channel = self._lane(direction)
         if transfer not in channel.waiting:
@@ -119,7 +119,7 @@ class Device:
         return nbytes
 
     def change(self, write_bytes_per_s: float, slower: float) -> None:
-        """From now on the device writes at another speed, and mixes at another cost."""
+        """Changes the write bandwidth and the interference from now on."""
         self._settle()
         self._write.bytes_per_ns = write_bytes_per_s / 1e9
         self._slower = max(1.0, slower)
@@ -128,14 +128,14 @@ class Device:
                 self._plan(channel)
 
     def moved_nbytes(self, direction: str) -> float:
-        """So far, what was moved of a transfer that goes on included."""
+        """Bytes moved so far, including those of running transfers."""
         self._settle()
         channel = self._lane(direction)
         begun_nbytes = channel.waiting[0].nbytes - channel.left if channel.waiting else 0.0
         return channel.moved_nbytes + begun_nbytes
 
     def busy_s(self, direction: str) -> float:
-        """How long there was work."""
+        """Seconds in which there was work."""
         self._settle()
         return self._lane(direction).busy_ns / 1e9
 
@@ -157,7 +157,7 @@ class Device:
             self._since_ns = self._timeline.now_ns
 
     def _plan(self, channel: _Channel) -> None:
-        """When the first transfer of a direction ends, as things stand."""
+        """Schedules the end of a direction's first transfer, under the current conditions."""
         channel.version += 1
         after_ns = max(0, -int(-channel.left // self._rate(channel)))
         ends_ns = self._timeline.now_ns + after_ns
@@ -180,9 +180,9 @@ class Device:
 
 
 class Writes:
-    """Pages that are written, by the names of their writes; what was not begun can be taken back.
+    """Writes of pages, by name; pages that were not begun can be withdrawn.
 
-    ended: called with a write's name and its pages, from the first one on, that are written.
+    ended: called with a write's name and the number of its pages written, from the first one on.
     """
 
     def __init__(self, device: Device, ended: Callable[[str, int], None]) -> None:
@@ -190,13 +190,13 @@ class Writes:
         self._flying: dict[str, deque[tuple[int, DeviceTransfer]]] = {}
 
     def start(self, name: str, first: int, pages: int, page_nbytes: int) -> None:
-        """Pages from ``first`` on, behind those that were started before."""
+        """Starts to write pages from ``first`` on, after earlier writes."""
         ended = partial(self._end, name, page_nbytes)
         transfer = self._device.start(WRITE, pages * page_nbytes, ended)
         self._flying.setdefault(name, deque()).append((first, transfer))
 
     def stop(self, write: Write) -> int:
-        """Takes back what can be; returns how many pages from the first one on were begun."""
+        """Withdraws pages that were not begun; returns the number of those that were."""
         begun, flying = write.issued, self._flying.get(write.name)
         while flying:  # each turn takes one off, or is the last
             begun, transfer = flying[-1]
@@ -215,14 +215,14 @@ class Writes:
 
 
 class Line:
-    """Serves one transfer after another, at a speed that nothing changes: a link, or a thread."""
+    """Serves one transfer after another at a constant speed: a link or a thread."""
 
     def __init__(self) -> None:
         self.free_ns = 0
         self.busy_ns = 0
 
     def take(self, now_ns: int, duration_ns: int) -> int:
-        """When so much more work is through."""
+        """Adds work; returns its end."""
         if self.free_ns < now_ns:
             self.free_ns = now_ns
         self.free_ns += duration_ns
@@ -230,7 +230,7 @@ class Line:
         return self.free_ns
 
     def give_back(self, now_ns: int, duration_ns: int) -> None:
-        """So much of what was taken is not needed."""
+        """Removes work that was added."""
         taken_ns = min(duration_ns, max(0, self.free_ns - now_ns))
         self.free_ns -= taken_ns
         self.busy_ns -= taken_ns

@@ -1,4 +1,4 @@
-"""Makes the fitted values of a calibration anew from the points that are there for it."""
+"""Fits the values of a calibration to the published points that are used for fitting."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _ROUNDS_ELSE = 40
 
 
 def fit_loss(calibration: Calibration, names: Sequence[str], server: str = "") -> float:
-    """The sum of squared errors of some points: relative, or of GDS in seconds.
+    """The sum of squared errors of some points: relative, or in seconds for GDS.
 
-    server: whose points, where several have one of the name.
+    server: selects points if several have the same name.
 
-    A ratio to GDS is near 1 where both compute for long, and then tells little of GDS; the seconds
-    that it stands for do.
+    A ratio to GDS is near 1 if both compute for long, and then says little about GDS; the
+    corresponding seconds do.
     """
     machine, total = PaperMachine(calibration), 0.0
     for point in points():
@@ -60,10 +60,10 @@ def fit_loss(calibration: Calibration, names: Sequence[str], server: str = "") -
 
 
 def fit(calibration: Calibration) -> Calibration:
-    """A copy with the fitted values made anew: the least `fit_loss`.
+    """A copy with newly fitted values, which minimize `fit_loss`.
 
-    One value after another, by ternary search: each has points of its own, and the error of a
-    point has one minimum over its value.
+    One value after another, by ternary search: each has points of its own, whose error has a single
+    minimum over the value.
     """
     for kind, name, value, low, high, names in FITTED:
         place, server = (kind, name, value), name if kind == "servers" else ""

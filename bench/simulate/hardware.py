@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("hardware.json")
 
 @dataclass(frozen=True)
 class SimulatedDrive:
-    """A medium: bytes per second, and how much longer a transfer takes during the other way."""
+    """A medium: bytes per second, and the factor on transfers during the other direction."""
 
     name: str
     read_bytes_per_s: float
@@ -27,9 +27,9 @@ class SimulatedDrive:
 
 @dataclass(frozen=True)
 class SimulatedGpu:
-    """Times of a model on a GPU: n new tokens behind p take n * token_us + n * (p + n/2) * pair_ns.
+    """Times of a model on a GPU: n new tokens after p take n * token_us + n * (p + n/2) * pair_ns.
 
-    memory_bytes_per_s: what moves during a decode step takes that much of it away.
+    memory_bytes_per_s: memory bandwidth; transfers during a decode step use a part of it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SimulatedGpu:
 
 @dataclass(frozen=True)
 class Model:
-    """What is moved: bytes of a token's KV over all layers, and tokens of a page."""
+    """The KV of a model: bytes per token over all layers, and tokens per page."""
 
     layers: int
     token_nbytes: int
@@ -52,15 +52,15 @@ class Model:
 
     @property
     def page_nbytes(self) -> int:
-        """A page over all layers."""
+        """Bytes of a page over all layers."""
         return self.page_tokens * self.token_nbytes
 
 
 @dataclass(frozen=True)
 class SimulatedMachine:
-    """Everything that decides how long something takes.  Implements scheduler.request.Profile.
+    """Everything that determines times.  Implements scheduler.request.Profile.
 
-    compute, read, write: factors on the times: 1 is the truth, others make a profile that is off.
+    compute, read, write: factors on the times; 1 is correct, others give a wrong profile.
     """
 
     drive: SimulatedDrive
@@ -107,7 +107,7 @@ def gpu_names() -> list[str]:
 
 
 def machine(drive: str, gpu: str) -> SimulatedMachine:
-    """The true times of a drive and a GPU.  Raises ConfigError for a name that is not known."""
+    """The true times of a drive and a GPU.  Raises ConfigError for an unknown name."""
     values = _values()
     for kind, name in (("drives", drive), ("gpus", gpu)):
         if name not in values[kind]:
@@ -121,5 +121,5 @@ def machine(drive: str, gpu: str) -> SimulatedMachine:
 
 
 def copy_bytes_per_s() -> float:
-    """From SGLang's memory to staging."""
+    """Speed of copies from SGLang's memory to staging."""
     return float(_values()["copy_bytes_per_s"])

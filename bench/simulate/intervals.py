@@ -1,7 +1,7 @@
-"""Intervals of `tutti simulate`: each run again, with one setting changed that is not published.
+"""Intervals of `tutti simulate`: repeats each run with one unpublished setting changed.
 
-A trace has its order, length and answers of its own, and its arrivals unless a rate is given; a
-generated workload's are assumed.
+A trace determines order, length and answers, and arrivals unless a rate is given; those of a
+generated workload are assumptions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OF_RUNS = (*SHARES, *DRIVE_SHARES, "backlog_pages_max")
 
 
 def settings_for(workload: str, chunk_tokens: int, *, drawn: bool) -> tuple[Setting, ...]:
-    """The settings that take a run of their own, as assumed first.
+    """The settings that need a run each, the assumed one first.
 
-    chunk_tokens: of the assumed server's steps.  drawn: arrivals are, and not those of a trace.
+    chunk_tokens: of the assumed server's steps.  drawn: arrivals are random, not from a trace.
     """
     own = (ASSUMED, LONGER_STEPS) if workload == MOONCAKE else SETTINGS
     return tuple(
@@ -39,7 +39,7 @@ def settings_for(workload: str, chunk_tokens: int, *, drawn: bool) -> tuple[Sett
 def workload_for(args: argparse.Namespace, setting: Setting, assumed: Workload) -> Workload:
     """The workload of the arguments with one setting changed.
 
-    Raises ConfigError when half of it leaves nothing behind the requests that fill the caches.
+    Raises ConfigError if half of it has no requests after those that fill the caches.
     """
     workload = assumed
     if setting.order:
@@ -55,16 +55,16 @@ def workload_for(args: argparse.Namespace, setting: Setting, assumed: Workload) 
 
 
 def _another(args: argparse.Namespace, assumed: Workload) -> dict[str, Any]:
-    """Arguments of another order; conversations have one, and are drawn anew."""
+    """Arguments for another order; conversations have a fixed one, and are drawn again."""
     if args.workload.removesuffix("-synthetic") in CHATS:
         return {"workload_seed": args.workload_seed + 1}
     return {"order": SHUFFLED if assumed.order == ROUND_ROBIN else ROUND_ROBIN}
 
 
 def spans(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The least and the most of each number over runs without a growing queue.
+    """(least, most) of each number over runs without a growing queue.
 
-    The first of them is as assumed.  A number that a run does not have is left out of it.
+    The first run is as assumed.  Runs without a number are ignored for it.
     """
     stable = [_flat(run) for run in runs if not run["unstable"]]
     names = dict.fromkeys(name for run in stable for name in run)

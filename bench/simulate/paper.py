@@ -48,9 +48,9 @@ _DRAM_GB, _SSD_GB = 256, 14_000
 def write_paper(
     calibration: Calibration, folder: Path, only: Iterable[str] = (), effort: float = 0.5
 ) -> list[str]:
-    """Writes the CSV of each figure; their names.  only: these, all without any.
+    """Writes the CSV of each figure; returns their names.  only: names; empty for all.
 
-    Raises CapacityError where nothing can be written.
+    Raises CapacityError if files cannot be written.
     """
     machine = PaperMachine(calibration, effort)
     makers: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
@@ -84,7 +84,7 @@ def _text(value: object) -> str:
 def _span(
     name: str, unit: str, machine: PaperMachine, server: str, ask: Callable[[], float]
 ) -> dict[str, float]:
-    """The value as assumed, and the least and the most with longer steps as well."""
+    """The value with the assumed settings, and the least and the most including longer steps."""
     found = []
     for setting in (ASSUMED, LONGER_STEPS):
         machine.use(server, setting)
@@ -94,7 +94,7 @@ def _span(
 
 
 def _published(kind: str, name: str, server: str = "") -> list[tuple[list[str], dict[str, Any]]]:
-    """(words of the name after its kind, source and value by name) of points; not of ratios."""
+    """(words of the name after its kind, source and value by column) of points, without ratios."""
     return [
         (one["name"].split()[1:], {"source": source, name: one["value"]})
         for one in points()
@@ -134,9 +134,9 @@ def _fig08(machine: PaperMachine, name: str) -> list[dict[str, Any]]:
 def _loaded(
     machine: PaperMachine, name: str, systems: Iterable[str]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
-    """(a row, its run as assumed, its runs without a growing queue) for each system and rate.
+    """(row, run with the assumed settings, all runs without a growing queue) per system and rate.
 
-    Where no queue grows as assumed, there is a run for each setting.
+    There is a run for each setting, unless the queue grows with the assumed ones.
     """
     for system, rate in product(systems, _RATES[name]):
         machine.use(_NEW)

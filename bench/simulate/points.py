@@ -1,6 +1,6 @@
-"""Published points, and what the simulator gives in their place, with its interval.
+"""Published points, and the simulator's values for them, with intervals.
 
-An interval spans the settings that the papers do not publish.  Nothing here fits anything.
+An interval spans the settings that the papers do not publish.  This module fits nothing.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ HITS = (0.5, 0.625, 0.75, 0.875, 0.9375, 1.0)
 _RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 _AT = {"leval": 1.5, "loogle": 0.6}
 _LIMIT_MS = 1000.0
-#: GLM-4-9B-1M on one of two GPUs, which hold half of its heads and parameters each; what they tell
-#: each other takes no time here.
+#: GLM-4-9B-1M on one of two GPUs, each with half of its heads and parameters; their communication
+#: takes no time here.
 HALF_GLM = ModelShape("glm-4-9b-1m, one of two", 40, 4.74e9, 2048, 40 * 1024, 9.5e9)
 
 
 def points() -> list[dict[str, Any]]:
     """All published points: name, use, by, server, value, unit, source.
 
-    or: names of what else the source can mean, part of the interval.  with: which fitted value of
-    the same figure it contains.  accident: why its agreement means nothing.
+    or: names of other readings of the source, part of the interval.  with: fitted value of the same
+    figure that it contains.  accident: why its agreement is meaningless.
     """
     found: list[dict[str, Any]] = json.loads(POINTS.read_text())["points"]
     return found
 
 
 class Saturated(Exception):
-    """A queue grows at this point: no latency of it can be compared."""
+    """A queue grows at this point, so that its latencies cannot be compared."""
 
 
 class PaperMachine:
-    """The paper's machine, simulated.  effort: times the requests of whole workloads.
+    """The simulated machine of the paper.  effort: factor on the requests of whole workloads.
 
-    Replays of hits alone, which take little time, have up to twice as many.
+    Replays that only count hits, which are fast, have up to twice as many requests.
     """
 
     def __init__(self, calibration: Calibration, effort: float = 0.5) -> None:
@@ -58,13 +58,13 @@ class PaperMachine:
         self._server, self._setting = "", settings.ASSUMED
 
     def times(self, system: str) -> ServerTimes:
-        """Of a system below the server that is asked about."""
+        """Times of a system below the current server."""
         return settings.paper_times(self._calibration, self._server, system, self._setting)
 
     def alone(
         self, system: str, total: int, cached: int, model: ModelShape | None = None
     ) -> SimulatedRequest:
-        """One request on an idle server, with so many of its tokens in the store."""
+        """One request on an idle server, with ``cached`` of its ``total`` tokens in the store."""
         calibration = replace(self._calibration, model=model or self._calibration.model)
         times = settings.paper_times(calibration, self._server, system, self._setting)
         cluster = Cluster(times, ClusterShape())
@@ -74,9 +74,9 @@ class PaperMachine:
         return cluster.req(0)
 
     def value(self, name: str, server: str, setting: settings.Setting = settings.ASSUMED) -> float:
-        """What the simulator gives in place of a published point, on one server.
+        """The simulated value of a published point, on one server.
 
-        Raises ConfigError for a name that is not known, Saturated where a queue grows.
+        Raises ConfigError for an unknown name, Saturated if a queue grows.
         """
         self._server, self._setting = server, setting
         kind, _, rest = name.partition(" ")
@@ -105,7 +105,7 @@ class PaperMachine:
         return nbytes / taken_us / 1e3
 
     def _alone_s(self, text: str, total: int, model: ModelShape | None = None) -> float:
-        """Seconds to the first token, or the ratio of two systems'."""
+        """Seconds to the first token, or the ratio of two systems."""
         systems, length = text.split()
         found = [
             self.alone(one, total, tokens_of(length), model).first_ns / 1e9
@@ -122,11 +122,11 @@ class PaperMachine:
         return sum(self.bubble_ms(system, h) for h in hits) / len(hits)
 
     def bubble_ms(self, system: str, hit: float) -> float:
-        """Waiting for loads in a request of 32K tokens."""
+        """Time that a request of 32K tokens waits for loads, in ms."""
         return self.alone(system, 32 * K, round(32 * K * hit)).bubble_ns / 1e6
 
     def bubble_percent(self, system: str, total: int, hit: float) -> float:
-        """Waiting for loads, and what the server waits anyhow, of the time to the first token."""
+        """Share of the TTFT in which the server waits, for loads or otherwise, in percent."""
         req = self.alone(system, total, round(total * hit))
         base = self._calibration.server(self._server).base_share
         return 100 * (req.bubble_ns + base * (req.first_ns - req.bubble_ns)) / req.first_ns
@@ -138,7 +138,7 @@ class PaperMachine:
         return self.alone("hbm", total, 0).first_ns / reused.first_ns
 
     def _crossing(self, text: str) -> float:
-        """The share of 32K tokens that hits from which loading takes longer than computing."""
+        """The hit share of 32K tokens above which loading takes longer than computing."""
         system, reading = text.split()
         times, layers, total = self.times(system), self._calibration.model.layers, 32 * K
         token_nbytes = self._calibration.model.kv_nbytes_per_token
@@ -184,7 +184,7 @@ class PaperMachine:
         return _RATES[-1]
 
     def loaded(self, name: str, system: str, rate: float) -> dict[str, Any]:
-        """A workload at a rate, on the server and with the setting that were asked for last."""
+        """Results of a workload at a rate, with the server and setting of the last `use`."""
         setting = replace(self._setting, name="", warm=0.0)
         key = (name, f"{self._server} {system}", rate, setting)
         if key not in self._runs:
@@ -194,7 +194,7 @@ class PaperMachine:
         return self._runs[key].numbers(self._setting.warm)
 
     def use(self, server: str, setting: settings.Setting = settings.ASSUMED) -> None:
-        """What the next calls ask about."""
+        """Sets server and setting for the next calls."""
         self._server, self._setting = server, setting
 
 
@@ -211,10 +211,10 @@ def settings_of(name: str, by: str) -> Sequence[settings.Setting]:
 def residuals(
     calibration: Calibration, effort: float = 0.5, use: str = "", only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every published point next to the simulated one and its interval.
+    """Every published point with the simulated value and its interval.
 
-    use: of the points, any without it.  only: how their names begin.
-    simulated is None where a queue grows: such a point is not compared.
+    use: only points of this use; empty for all.  only: prefixes of names.
+    The simulated value is None if a queue grows: such a point is not compared.
     """
     machine = PaperMachine(calibration, effort)
     found = []

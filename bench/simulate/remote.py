@@ -1,7 +1,7 @@
-"""The second tier: a store that all nodes share, behind a link of each node.
+"""The second tier: a store that all nodes share, through a link of each node.
 
-As behind the agent, look-ups never wait for it: what they miss is fetched into the node's own
-store, where a later look-up finds it.
+As with the agent, look-ups never wait for it: missing blocks are fetched into the node's own store,
+where a later look-up finds them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _DEADLINE_NS = 5_000_000_000  # of a chain, as the tier's own default
 
 @dataclass(frozen=True)
 class Remote:
-    """bytes_per_s: of a node's link, each way.  latency_us: of each block.  nbytes: of all copies.
+    """bytes_per_s: of a node's link, per direction.  latency_us: per block.  nbytes: capacity.
 
-    replicate: blocks are copied when they are stored ("first"), or loaded for the first time
-    ("second").
+    replicate: whether blocks are copied when they are stored ("first") or first loaded ("second").
     """
 
     bytes_per_s: float
@@ -38,7 +37,7 @@ class Remote:
 
 
 class RemoteLink:
-    """A node's way to the shared store.  own: the node's; medium: the drives below it."""
+    """A node's link to the shared store.  own: the node's store; medium: its drives."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class RemoteLink:
         self.fetched_blocks = self.copied_blocks = self.late_blocks = 0
 
     def missed(self, ids: Sequence[int]) -> None:
-        """Fetches what the shared store has of blocks that follow one another."""
+        """Fetches the leading blocks of a chain that the shared store has."""
         now_ns, found = self._timeline.now_ns, ids[: self._shared.match(ids)]
         self._shared.touch(found)
         new = self._own.absent(found, self._fetching)
@@ -82,7 +81,7 @@ class RemoteLink:
         self._own.add([block])
 
     def used(self, ids: Sequence[int], when: str) -> None:
-        """Copies blocks that were stored ("first") or loaded ("second"), unless that was done."""
+        """Copies blocks that were stored ("first") or loaded ("second"), unless already copied."""
         if when != self.remote.replicate:
             return
         for block in self._shared.absent(ids, self._copying):

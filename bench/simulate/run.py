@@ -2,8 +2,8 @@
 
     tutti simulate --workload mooncake --data trace.jsonl --servers 16 --servers-per-node 8
 
-All results are simulated.  `--validate` compares them with published points, `--fit` makes the
-fitted values of the calibration anew, and `--paper` writes the CSVs of the Tutti paper's figures.
+All results are simulated.  `--validate` compares them with published points, `--fit` fits the
+calibration again, and `--paper` writes the CSVs of the Tutti paper's figures.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     """Simulates each system with each router at each rate.
 
-    Raises ConfigError for what the arguments name and is not there.
+    Raises ConfigError for invalid arguments.
     """
     calibration = load_calibration(args.calibration)
     result: dict[str, Any] = {"benchmark": "simulate", "source": SIMULATED, "rows": []}

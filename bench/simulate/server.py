@@ -1,8 +1,8 @@
 """One simulated server: a queue, prefill in chunks, decode, and a cache in its own memory.
 
-Steps, not layers, are what happens in it, except that a step that waits for its load goes unit by
-unit.  Decode steps in which nothing changes are one event: their times rise evenly with the
-contexts, so where each of them ends is known.
+Events are steps, not layers, except that a step that waits for its load advances by units of
+layers.  Decode steps without changes are one event: their times grow linearly with the contexts, so
+the end of each is known.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tutti.scheduler.loads_and_writes import LoadKind, Phase
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request in a server.  Tokens of the prompt are hit in HBM, loaded, or computed.
+    """A request in a server.  Tokens of the prompt hit in HBM, are loaded, or computed.
 
-    ids: whole blocks of the prompt.  loadable: those that may be loaded: a token is always left to
-    compute.
+    ids: whole blocks of the prompt.  loadable: those that may be loaded: at least one token is
+    always computed.
     """
 
     number: int
@@ -55,7 +55,7 @@ class SimulatedRequest:
 
 @dataclass
 class ServerWork:
-    """What a server did, in nanoseconds and tokens."""
+    """Totals of a server's work, in nanoseconds and tokens."""
 
     prefill_ns: int = 0
     decode_ns: int = 0
@@ -89,8 +89,8 @@ class _Stretch:
 
 
 class SimulatedServer:
-    """``store``: the tier below, perhaps shared; ``medium``: what it lies on; ``remote``: the tier
-    below that, if any.
+    """store: the tier below, perhaps shared.  medium: its drives.  remote: the tier below that, or
+    None.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SimulatedServer:
 
     @property
     def waiting_tokens(self) -> int:
-        """Of prompts that were not begun, those of the running one included."""
+        """Tokens of prompts that were not computed yet, including the running one."""
         waiting = sum(req.request.input_tokens - req.cached_tokens for req in self._queue)
         current = self._current
         return waiting + (self._missing(current) if current is not None else 0)
@@ -160,7 +160,7 @@ class SimulatedServer:
             self._computes = False
 
     def _fits(self, req: SimulatedRequest) -> bool:
-        """Whether HBM holds it beside those that run; alone every request is taken."""
+        """Whether it fits into HBM with the running requests; a single request is always taken."""
         wanted = req.request.input_tokens + req.request.output_tokens
         used = sum(r.request.input_tokens + r.request.output_tokens for r in self._running)
         return not self._running or used + wanted <= self.calibration.hbm_tokens
@@ -198,7 +198,7 @@ class SimulatedServer:
         return min(req.load_end * BLOCK_TOKENS, req.request.input_tokens - 1)
 
     def _plan(self, req: SimulatedRequest) -> None:
-        """What is loaded, now that its step begins: things may have changed since it came."""
+        """Decides, when its step starts, what is loaded: caches may have changed since arrival."""
         ids = req.loadable
         hit = self.hbm.match(ids)
         if req.load:
@@ -241,7 +241,7 @@ class SimulatedServer:
         self.io.post(begun)
 
     def _layer_ns(self, req: SimulatedRequest, tokens: int) -> int:
-        """A layer of the step, with the decode that it carries."""
+        """Time of a layer of the step, including the decode in it."""
         prefix = req.cached_tokens + req.computed_tokens
         layer_ns = self._times.layer_us(tokens, prefix) * 1000
         server = self._times.server
@@ -251,7 +251,7 @@ class SimulatedServer:
         return round(layer_ns)
 
     def _decode_us(self, more_tokens: int) -> float:
-        """A step of all that run, with so many tokens more of context."""
+        """Time of a decode step of all running requests, with additional tokens of context."""
         for req in self._running:
             more_tokens += req.request.input_tokens + req.request.output_tokens - req.left
         return self._times.decode_us(len(self._running), more_tokens)
@@ -357,7 +357,7 @@ class SimulatedServer:
         self._end_stretch_at(steps)
 
     def _interrupt(self) -> None:
-        """A request came: decode goes on to the end of the step that runs."""
+        """Stops decoding at the end of the current step, for a new request."""
         stretch = self._stretch
         assert stretch is not None, "a request decodes"
         if not self._fits(self._queue[0]):
@@ -385,7 +385,7 @@ class SimulatedServer:
         self._next()
 
     def _decoded(self, steps: int) -> None:
-        """Every running request has so many tokens more."""
+        """Adds generated tokens to every running request."""
         now_ns, left = self._timeline.now_ns, []
         for req in self._running:
             req.left -= steps

@@ -1,9 +1,9 @@
 """The scheduler of one simulated server, and the transfers that it issues.
 
-The policy and the state are the scheduler's own, and the limits those of a store.  A transfer goes
-through the submitting thread, the server's link and the medium at once and ends when the slowest of
-them has served it.  Loads of a layer-wise system arrive layer by layer, or in units of layers,
-under every policy.
+Policy and state are the scheduler's code, and the limits are those of a store.  A transfer is
+served by the submitting thread, the server's link and the medium at the same time, and ends with
+the slowest of them.  Loads of a layer-wise system arrive by layers, or units of layers, under every
+policy.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tutti.scheduler.state_changes import Scheduler
 
 
 def policy_of(name: str, limits: Limits) -> Policy:
-    """What a system of the calibration issues its transfers by."""
+    """The policy of a system of the calibration."""
     return SlackPolicy(limits) if name == "slack" else ImmediatePolicy(limits)
 
 
 class ServerIo:
     """Loads and writes of one server.
 
-    medium: shared with other servers; None where the tier lies behind the link alone.
-    arrived: called with a load's name when more of it arrived.
+    medium: shared with other servers; None if the tier has only the link.
+    arrived: called with a load's name when more of it has arrived.
     """
 
     def __init__(

@@ -34,11 +34,11 @@ PAPER_GPU, PAPER_DRIVE = "H100", "2x D7-PS1010"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting changed from what the calibration assumes.
+    """One setting that differs from the calibration's assumption.
 
-    order: of requests; empty and 0 as assumed.  length: times the number of requests.  warm: share
-    of the first requests that is not counted.  answers: times the tokens of answers.  arrivals:
-    added to the seed of the arrival times.
+    order: of requests; empty or 0: as assumed.  length: factor on the number of requests.  warm:
+    share of first requests that are not counted.  answers: factor on the tokens of answers.
+    arrivals: added to the seed of the arrival times.
     """
 
     name: str
@@ -113,7 +113,7 @@ def arrivals(workload: Workload, rate: float, seed: int, first: int = 0) -> list
 
 @dataclass(frozen=True)
 class ServedWorkload:
-    """What became of a workload: (came, first token, last token, tokens of the answer), in ns."""
+    """Results of a workload: (arrival, first token, last token, tokens of the answer) in ns."""
 
     requests: tuple[tuple[int, int, int, int], ...]
     tokens_per_s: tuple[float, float]
@@ -137,7 +137,7 @@ class ServedWorkload:
 
 
 def serve(times: ServerTimes, workload: Workload, rate: float, setting: Setting) -> ServedWorkload:
-    """Serves a workload from empty stores: with full ones far more hits than is published."""
+    """Serves a workload from empty stores: full ones would give far more hits than published."""
     requests = [
         replace(one, output_tokens=max(1, round(one.output_tokens * setting.answers)))
         for one in arrivals(workload, rate, 1 + setting.arrivals)
@@ -163,9 +163,9 @@ def _blocks(*what: Any) -> list[tuple[int, ...]]:
 def replayed_hits(
     calibration: Calibration, tier: str, name: str, setting: Setting, effort: float
 ) -> float:
-    """Percent of blocks that LRU serves as a prefix, without time.  tier: hbm, dram or ssd.
+    """Percentage of blocks that LRU serves as a prefix, without timing.  tier: hbm, dram or ssd.
 
-    Below HBM, the tier holds what HBM holds as well.
+    Tiers below HBM also contain HBM's blocks.
     """
     blocks = _blocks(*_what(calibration.workloads[name], name, setting, effort))
     if tier == "ssd":

@@ -19,9 +19,8 @@ _STEP_NS = 20_000_000
 class Conditions:
     """drift: the interference goes from the first value to the second and back in ``period_s``.
 
-    cache_nbytes: so much is written at the drive's speed, then ``exhausted`` times as fast, until
-    the drive has emptied its cache, which it does at that speed while nothing is written to it.
-    0: the cache never ends.
+    cache_nbytes: size of the drive's write cache.  When it is full, writes are ``exhausted`` times
+    as fast; it is emptied at that speed while nothing is written.  0: unlimited.
     """
 
     drive: SimulatedDrive
@@ -61,9 +60,9 @@ class Conditions:
 class Condition:
     """drift, cache_s: see Conditions; the cache in seconds of writing at full speed.
 
-    bursts: requests come in groups.  backlog: of the pages that may wait.  opened: the limits are
-    those of a store that `tutti.open` opens with the true profile, as HiCache's.  linker: they are
-    those of SGLang's linker: none for all, and SpaceKnown for its pool.
+    bursts: requests arrive in groups.  backlog: factor on the pages that may wait.  opened: limits
+    of a store that `tutti.open` opens with the true profile, like HiCache's.  linker: limits of
+    SGLang's linker: none overall, and SpaceKnown for its pool.
     """
 
     drift: tuple[float, float] | None = None
@@ -126,9 +125,9 @@ def _never_corrected(truth: SimulatedMachine) -> SimulatedMachine:
     return replace(truth, drive=replace(truth.drive, interference=1.2))
 
 
-#: Of PROFILES, those that no measurement corrects.
+#: PROFILES that measurements do not correct.
 UNCORRECTED = ("interference 1.2, never corrected",)
-#: Profiles that are wrong: each part alone, all of them the harmful way, and in no order.
+#: Wrong profiles: each part alone, all in the harmful direction, and mixed.
 PROFILES: dict[str, Callable[[SimulatedMachine], SimulatedMachine]] = {
     **{
         f"{part} x{factor:g}": _parts(**{part: factor})

@@ -1,10 +1,8 @@
-"""`tutti bench decisions`: what decisions of the scheduler cost, in a pool and on a server that is
-simulated.
+"""`tutti bench decisions`: the cost of the scheduler's decisions, in a pool and a simulated server.
 
-The pool's events are recorded while it loads and stores on a real file, and then given to a new
-scheduler again: it decides the same, and only that is timed.  On the simulated server every
-decision is timed as it happens.  Times are CPU times of the thread that decides, less what the
-clock itself takes.
+The pool's events are recorded while it loads and stores on a real file, and then replayed to a new
+scheduler, whose decisions are the same and are timed.  On the simulated server every decision is
+timed as it happens.  Times are CPU times of the deciding thread, minus the cost of the clock.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Policy, State
 from tutti.scheduler.state_changes import Scheduler
 
-#: Microseconds a decision, and milliseconds a request in all.
+#: Bars: microseconds per decision, and milliseconds per request in total.
 DECISION_US, REQUEST_MS = 20.0, 0.3
 _GPU, _BACKLOG_PAGES = "H100", 512
-#: Simulated servers: workload, drive and condition.  The last two are pressed by writes.
+#: Simulated servers: workload, drive and condition.  The last two are under pressure of writes.
 _SERVERS = {kind: (kind, "2x D7-PS1010", "steady") for kind in KINDS} | {
     "agents, D5-P5336, little memory": ("agents", "D5-P5336", "little memory"),
     "documents, D5-P5336, cache ends": ("documents", "D5-P5336", "cache ends"),

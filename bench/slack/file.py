@@ -1,13 +1,13 @@
 """Puts during layer-wise loads on a real file, with and without a scheduler, measured.
 
-A round is a prefill whose prefix is loaded layer by layer, while the pages of the round before are
-stored, and then a pause that stands for decode steps.  Computing is sleeping: no model runs.
-The registered memory, the pool's file and scheduler are real, and so is the time.  What is measured
-is called from another thread than the main one, as in a server; see `bench/short.py`.
+A round is a prefill whose prefix is loaded layer by layer while the pages of the round before are
+stored, followed by a pause in place of decode steps.  Computing is emulated by sleeping: no model
+runs.  Registered memory, file, scheduler and time are real.  Measured calls are not made on the
+main thread, as in a server; see `bench/short.py`.
 
-Two pools that are alike differ by more than a scheduler costs: their files are elsewhere on the
-disk, and their memory elsewhere.  So everything compared here has one file and one piece of memory,
-and opens that pool in turns.  Stores are opened as users open them, digests included.
+Two equal pools differ by more than the cost of a scheduler, because the locations of their files
+and memory differ.  So all compared systems open the same pool in turn, with the same memory.
+Stores are opened as users open them, with digests.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _LOADED = 32  # pages
 _STORED = 16
 _PREFIX_TOKENS, _NEW_TOKENS = _LOADED * _LAYOUT.page_size, _STORED * _LAYOUT.page_size
 _PAGES = 128  # of registered memory
-#: Pages that each system stores a round.
+#: Pages that each system stores per round.
 _SYSTEMS = {"none": _STORED, "slack": _STORED, "as opened": _STORED, "no puts": 0}
 _DECODE_S = 0.06
 WARM_ROUNDS = 2
-#: Of one opening: the first warms up what was opened, and only the last one counts.
+#: Rounds per opening: the first warms up, and only the last one counts.
 ROUNDS_A_TURN = 2
-#: Pages of a transfer, and transfers an opening, besides the first, which warms up.  The bar of a
-#: short one is 50 us, a hundredth of what it takes on a disk.
+#: Pages per transfer, and transfers per opening after the first, which warms up.  The bar of a
+#: short one is 50 us, a hundredth of its time on a disk.
 _SHAPES = {"long": (_LOADED, 3), "short": (1, 16)}
 _PAUSE_S = 0.005  # before a put, so that its code is not in the CPU's caches
 _WAIT_S, _ROUND_S = 60.0, 600.0  # for a transfer, and for all of a round
-#: Of `cost`: what is compared with what.  The queue is what "at once" takes more than "off", the
-#: policy what "auto" takes more than "at once".  "off" is the mean of two turns of a round, and
-#: "control / off" compares these two.
+#: Pairs that `cost` compares.  The cost of the queue is "at once" minus "off", that of the policy
+#: is "auto" minus "at once".  "off" is the mean of two turns of a round, and "control / off"
+#: compares these two.
 _COMPARED = (("auto", "off"), ("at once", "off"), ("auto", "at once"), ("control", "off"))
 
 _System = TypeVar("_System")
@@ -68,7 +68,7 @@ _System = TypeVar("_System")
 
 @dataclass(frozen=True)
 class FileProfile:
-    """What was measured on the file, alone and both at once, and how long a layer is slept for."""
+    """Bandwidths measured on the file, alone and both at once, and the sleep per layer."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -93,7 +93,7 @@ class FileProfile:
 
 
 class _AtOnce(ImmediatePolicy):
-    """Passes the same queue as SlackPolicy, also with a transfer that meets no other."""
+    """Issues at once, but through SlackPolicy's queue, even if there is no other transfer."""
 
     def goes_at_once(self, *_: object) -> bool:
         """See SlackPolicy."""
@@ -101,9 +101,9 @@ class _AtOnce(ImmediatePolicy):
 
 
 def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, Any]:
-    """What scheduling costs where nothing competes: one put or load at a time, in a pool that is
-    opened in turns with ``profile="auto"``, with a queue that issues everything at once, and twice
-    with None, which tells the noise.  Ratios of times, and microseconds more, of paired turns.
+    """The cost of scheduling without competition: one put or load at a time.  The pool is opened in
+    turn with ``profile="auto"``, with a queue that issues everything at once, and twice with None,
+    for the noise.  Gives ratios of times, and additional microseconds, of paired turns.
     """
     times: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
     with (
@@ -151,7 +151,7 @@ def _schedule_of(store: ObjectStore) -> Schedule:
 
 
 def _orders(systems: dict[str, _System]) -> list[list[tuple[str, _System]]]:
-    """Four orders of four systems: each is once at every place, and once behind every other one
+    """Four orders of four systems: each is once at every place, and once after every other one
     (Williams 1949).
     """
     items = list(systems.items())
@@ -183,9 +183,9 @@ def _alone(store: ObjectStore, pages: int, rng: np.random.Generator) -> dict[str
 def run(
     directory: Path, rounds: int, progress: ProgressFactory, record: DecisionHook | None = None
 ) -> dict[str, Any]:
-    """Rounds in turns: with `slack`, which has a profile of the file and of the layers that was
-    measured before; with a store as `tutti.open` opens it, which has measured the medium and learns
-    the rest; with `none`, and without puts.
+    """Alternates rounds with `slack`, which has a measured profile of the file and the layers; with
+    a store as `tutti.open` opens it, which measures the medium and learns the rest; with `none`;
+    and without puts.
 
     record: gets every event of `slack`, with the decision that followed.
     """
@@ -251,8 +251,8 @@ def run(
 
 
 def _closed(waits_s: dict[str, list[float]], name: str) -> Interval:
-    """The part of what puts make layers wait longer that a scheduler takes off: the quotient of the
-    medians over rounds, which are drawn together, since that of one round may divide by nothing.
+    """The share of the additional waits due to puts that a scheduler removes.  It is a quotient of
+    medians over rounds, resampled together, because the divisor of a single round may be 0.
     """
     none, mine, least = (np.asarray(waits_s[one]) for one in ("none", name, "no puts"))
     pairs = np.stack([none - mine, none - least])
@@ -282,8 +282,8 @@ class _File:
 
 @contextmanager
 def _kept(path: Path, schedule: Schedule | None = None) -> Iterator[ObjectStore]:
-    """A small pool with this schedule, or the one of ``profile="auto"``.  Its queue goes on, with
-    what it has learned, while other pools with that schedule are opened and closed.
+    """A small pool with this schedule, or the one of ``profile="auto"``.  It keeps the queue alive,
+    with what it has learned, while other pools with this schedule are opened and closed.
     """
     with tutti.open(str(path), _LAYOUT, "64MiB", config=StoreConfig(schedule=schedule)) as store:
         yield store
@@ -316,9 +316,9 @@ class _Rounds:
             return [self.round(store) for _ in range(ROUNDS_A_TURN)][-1]
 
     def round(self, store: ObjectStore) -> tuple[float, float]:
-        """One prefill and its decode steps: seconds that layers waited for their loads, and from
-        the put of the pages that are to be stored to their end.  They are deleted again, so that
-        the next ones have their place.
+        """One prefill and its decode steps: (seconds that layers waited for loads, seconds of the
+        put of the round's pages).  These pages are deleted again, so that the next ones get their
+        place.
         """
         scheduler = store.scheduler
         self._number += 1
@@ -376,7 +376,7 @@ def _post(scheduler: Dispatcher, event: Event | None) -> None:
 
 
 def _what_it_says(profile: Profile) -> FileProfile:
-    """A profile's own words on what is measured here."""
+    """The values of a profile for the parameters that are measured here."""
     loaded, stored = (pages * _LAYOUT.object_nbytes for pages in (_LOADED, _STORED))
     return FileProfile(
         loaded / profile.read_us(loaded) * 1e6,
@@ -403,7 +403,7 @@ def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:
         both_s.append(_timed(load))
         put.wait(_WAIT_S)
     read = nbytes / median(read_s)
-    # A layer computes for as long as it loads: there is slack, but not much of it.
+    # A layer computes as long as it loads, so that there is little slack.
     layer_s = _LOADED * _LAYOUT.object_nbytes / read / _LAYOUT.layers
     interference = max(1.0, median(both_s) / median(read_s))
     return FileProfile(read, nbytes / median(write_s), interference, layer_s)

@@ -1,4 +1,4 @@
-"""A policy that `SlackPolicy` is compared with."""
+"""A simple policy, with which `SlackPolicy` is compared."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tutti.scheduler.state import Decision, Issue, State
 
 
 class FixedWindow:
-    """Writes what a constant bandwidth moves in a constant window of time; reads go at once.
+    """Writes, per time window, what a constant bandwidth moves in it; issues reads at once.
 
-    window_us: between issues of writes; longer where the bandwidth moves no page in it.
-    bytes_per_s: what the device is taken to write.
+    window_us: interval of writes; longer if the bandwidth does not move a page in it.
+    bytes_per_s: assumed write bandwidth of the device.
     """
 
     def __init__(

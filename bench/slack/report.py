@@ -9,9 +9,9 @@ from typing import Any
 from tutti.base.terminal import table
 from tutti.bench.statistics import interval_text, median
 
-#: What scheduling may cost where nothing competes: microseconds a transfer, times the time.
+#: Bars for the cost of scheduling without competition: microseconds per transfer, ratio of times.
 SHORT_BAR_US, LONG_BAR = 50.0, 1.03
-#: Of what layers wait for and of the time until a put is stored, over that of `none`, on a file.
+#: Bars on a file, relative to `none`: the waits of layers, and the time until a put is stored.
 WAIT_BAR, STORED_BAR = 0.5, 1.0
 
 _FILE_SYSTEMS = {
@@ -84,9 +84,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def counts(result: dict[str, Any]) -> dict[str, str]:
-    """How many cells reach each bar, of those to which it applies; and of those that differ.
+    """Number of cells that reach each bar, of those to which it applies; and of distinct ones.
 
-    A condition that changes nothing of `none`, `slack` and `bound` makes a copy of another cell.
+    A condition that does not affect `none`, `slack` and `bound` repeats another cell.
     """
     bars: dict[str, list[tuple[str, bool]]] = {}
     for row in result["rows"]:
@@ -109,7 +109,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _edges(rows: Sequence[dict[str, Any]]) -> str:
-    """Where the best `fixed` of those that were tried may not be the best of all."""
+    """Cells in which the best `fixed` is at the edge of the tried parameters."""
     shares, windows = ([row[f"fixed_{name}"] for row in rows] for name in ("share", "window_ms"))
     pairs = [(row["policies"]["fixed"], row["policies"]["none"]) for row in rows]
     fewer = sum(fixed["stored_pages"] < none["stored_pages"] for fixed, none in pairs)
@@ -136,7 +136,7 @@ def _by_seed(parts: Sequence[float | None]) -> str:
 
 
 def _wrong(result: dict[str, Any], name: str) -> str:
-    """The most that a wrong profile loses against the true one with the same seed of a cell."""
+    """The largest loss by a wrong profile against the true one, with the same seed of a cell."""
     losses = []
     for row in result["rows"]:
         where = ", ".join(row[key] for key in ("condition", "drive", "gpu", "workload"))
@@ -201,9 +201,9 @@ def _verdict(name: str, cell: dict[str, Any]) -> str:
 def _state(
     value: dict[str, float], bar: float, noise: float = -math.inf, *, biased: bool = False
 ) -> str:
-    """By the interval: nothing is known where that holds the bar, or lies within the noise.
+    """Judges an interval: undecided if it contains the bar, or is within the noise.
 
-    biased: no difference was measured as one that may be larger than the bar.
+    biased: the measured difference of equal systems may exceed the bar.
     """
     if value["high"] <= bar and not biased:
         return "reached"
@@ -212,7 +212,7 @@ def _state(
 
 def _file(found: dict[str, Any]) -> list[str]:
     """What layers waited, what part of it could be had back, and by which profiles."""
-    later = found.get("stored / none", {})  # results of before have none
+    later = found.get("stored / none", {})  # missing in older results
     waited = ", ".join(
         _beside(name, f"{1e3 * bubble_s:.1f} ms", found.get(f"{name} / none"), WAIT_BAR)
         for name, bubble_s in found["bubble_s"].items()
@@ -227,7 +227,7 @@ def _file(found: dict[str, Any]) -> list[str]:
         f" {found['profile']['interference']:.2f} times as long during a put there; a put is stored"
         f" in the mean after {stored}"
     ]
-    if "waits_s" in found:  # results of before have none
+    if "waits_s" in found:  # missing in older results
         notes += [_floor(found), _profiles(found)]
     return notes
 

@@ -4,15 +4,14 @@ The same requests run through several policies on a simulated server: the schedu
 drive in virtual time, and published parameters of drives and GPUs.  Nothing here is measured on
 such hardware.
 
-Policies, all of which load layer by layer except `whole`: `none` issues everything at once;
-`whole` does and waits for whole loads; `fixed` writes what a constant bandwidth moves in a constant
-window, both tuned for each cell; `slack`; `oracle` is slack that knows the time of every step and
-the interference of every moment; `bound` has no writes at all: what it waits for, no order of
-writes can take away.
+Policies, which load layer by layer except `whole`: `none` issues everything at once; `whole` also
+does, and waits for whole loads; `fixed` writes, per time window, what a constant bandwidth moves,
+both tuned for each cell; `slack`; `oracle` is slack that knows the time of every step and the
+interference at every moment; `bound` has no writes, so that no order of writes waits less.
 
-The gap is what writes cost: the bubble of `none` less that of `bound`.  A policy is judged by the
-part of the gap that it closes, with every page stored.  `at_most` is proven: no schedule closes
-more; see `lower_bound.py`.
+The gap is the cost of writes: the bubble of `none` minus that of `bound`.  A policy is judged by
+the share of the gap that it closes while it stores every page.  No schedule closes more than
+`at_most`, which is proven; see `lower_bound.py`.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ POLICIES = ("none", "whole", "fixed", "slack", "oracle", "bound")
 #: its own.
 SHARES, WINDOWS_MS = (1.0, 0.5, 0.25, 0.125, 0.0625), (50.0, 10.0, 2.0)
 TUNING_SEED, TUNING_REQUESTS = 1000, 60
-#: A gap that is a smaller part of the bubble of `none` is not judged.
+#: Least gap, as a share of the bubble of `none`, that is judged; and the share to close.
 GAP_LEAST, GAP_CLOSED = 0.1, 0.5
-#: Of the oracle's bubble, under drift.
+#: Bar under drift: ratio to the oracle's bubble.
 DRIFT_MOST = 1.1
 #: Times that differ by less are equal.
 EQUAL = 1.005
@@ -184,9 +183,9 @@ class _Cell:
         return in_bursts(requests) if self._condition.bursts else requests
 
     def _tuned(self) -> tuple[float, float]:
-        """The share and then the window of `fixed` with the smallest bubble, that lose the least.
+        """The share and the window of `fixed` with the smallest bubble, without fewer stored pages.
 
-        By the bubble, which all requests make: the p99 of so few is that of one of them.
+        Uses the bubble, a sum over all requests: the p99 of so few would be that of a single one.
         """
         requests = self.requests(TUNING_REQUESTS, TUNING_SEED)
         none = self.run("none", requests, TUNING_SEED)["stored_pages"]
@@ -323,9 +322,9 @@ def _at_most(runs: dict[str, list[dict[str, float]]]) -> list[float]:
 
 
 def gap_closed(policies: dict[str, dict[str, float]], name: str) -> tuple[float, float | None]:
-    """(the gap as a part of the bubble of `none`, the part of it that a policy closes).
+    """(gap as a share of the bubble of `none`, share of the gap that a policy closes).
 
-    None where the gap is too small to be judged.
+    The latter is None if the gap is too small to be judged.
     """
     none_s, bound_s = (policies[one]["bubble_s"] for one in ("none", "bound"))
     gap_s = none_s - bound_s
@@ -336,10 +335,10 @@ def gap_closed(policies: dict[str, dict[str, float]], name: str) -> tuple[float,
 def bars_of(
     policies: dict[str, dict[str, float]], condition: str, name: str = "slack"
 ) -> dict[str, bool]:
-    """What is to be reached, for each bar that applies here.  See BARS.
+    """Whether each applicable bar is reached.  See BARS.
 
-    A policy that stores less than `none` reaches none of them.  What it drains after the last token
-    for longer than `none` is taken off what it closes.
+    A policy that stores less than `none` reaches no bar.  If its writes after the last token take
+    longer than those of `none`, the difference is subtracted from what it closes.
     """
     mine, none, fixed = policies[name], policies["none"], policies["fixed"]
     half, drained, p99, stores, drift = BARS

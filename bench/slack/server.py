@@ -2,8 +2,8 @@
 code, and a drive in virtual time.
 
 Prefills go first, one request at a time; a layer waits until its load has arrived.  Decode steps
-take all requests that have their first token.  What is computed is stored, once its prefill ended.
-Loads arrive layer by layer under every policy, except where the run says ``whole``.
+have all requests with a first token.  Computed pages are stored after their prefill.  Loads arrive
+layer by layer under every policy, except with ``whole``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EVENTS_MAX = 50_000_000
 
 @dataclass(frozen=True)
 class Noise:
-    """How much the real times differ from a perfect profile: log-normal, by step and by layer."""
+    """Deviation of real times from a perfect profile: log-normal, per step and per layer."""
 
     step: float = 0.05
     layer: float = 0.02
@@ -52,7 +52,7 @@ class Noise:
 
 @dataclass
 class Measured:
-    """What a run is judged by.  Times in seconds."""
+    """Results of a run.  Times are in seconds."""
 
     bubble_s: float = 0.0
     decode_rest_s: float = 0.0  # first prefills of a queue waited for the end of a decode step
@@ -73,7 +73,7 @@ class Measured:
 
 
 class TruthNow:
-    """The profile of an oracle: how long things will take this time, noise of steps included."""
+    """The oracle's profile: the actual times, including the noise of steps."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
@@ -148,7 +148,7 @@ class LayeredServer:
         self._whole = whole
         self._truth = profile if isinstance(profile, TruthNow) else None
         self._noise = noise
-        # Drawn by request, so that every policy meets the same noise.
+        # Drawn per request, so that every policy gets the same noise.
         rng = np.random.default_rng(seed)
         layers = machine.model.layers
         steps = np.exp(rng.normal(0, noise.step, len(requests)))

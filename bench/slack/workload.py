@@ -17,9 +17,7 @@ from tutti.errors import ConfigError
 
 @dataclass(frozen=True)
 class SlackRequest:
-    """One request: its prefix of ``hit_tokens`` is on the medium, ``new_tokens`` are computed and
-    stored, then ``out_tokens`` are decoded.
-    """
+    """A hit of ``hit_tokens``, ``new_tokens`` to compute and store, ``out_tokens`` to decode."""
 
     arrival_ns: int
     hit_tokens: int
@@ -31,9 +29,9 @@ class SlackRequest:
 class WorkloadKind:
     """How requests of a workload are drawn.
 
-    hit, new, out: log-normal tokens as (median, sigma).  miss_share: of requests without a hit,
-    which compute their whole prompt.  load: offered work over what the machine can do.
-    stores: whether what is computed is written.
+    hit, new, out: log-normal tokens as (median, sigma).  miss_share: share of requests without a
+    hit, which compute their whole prompt.  load: offered work over the machine's capacity.
+    stores: whether computed pages are written.
     """
 
     hit: tuple[float, float]
