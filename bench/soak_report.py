@@ -6,7 +6,7 @@ from typing import Any
 
 HEAD = ("what", "count")
 
-#: Names of counts as they stand in the result, and what the page calls them.
+#: Names of counts in the result, and their titles on the page.
 _ROWS = (
     ("operations", "operations of the store"),
     ("objects stored", "objects stored"),
@@ -33,7 +33,7 @@ _ROWS = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[object]]:
-    """What was done, faults by kind, and what was found; see HEAD."""
+    """Rows of work done, faults by kind, and findings; see HEAD."""
     counts = result["counts"]
     rows: list[list[object]] = [[text, counts[name]] for name, text in _ROWS if counts.get(name)]
     faults = _by_kind(counts, "faults ")
@@ -47,13 +47,13 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def _by_kind(counts: dict[str, int], prefix: str) -> str:
-    """Counts whose name begins so; phases without faults only reorder commands."""
+    """Counts whose name has this prefix; phases without faults only reorder commands."""
     kinds = {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
     return ", ".join(f"{kind} {n}" for kind, n in kinds.items() if n and kind != "none")
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """How long, with which seed, and every finding."""
+    """Notes: duration, seed, and every finding."""
     episodes = ", ".join(f"{name} {n}" for name, n in result["episodes"].items())
     notes = [f"{result['elapsed_s'] / 60:.0f} minutes, seed {result['seed']}; episodes: {episodes}"]
     for finding in result["findings"]:

@@ -59,12 +59,12 @@ class Stamps:
         ]
 
     def fill(self, pages: Pages, keys: Keys) -> None:
-        """Writes into every page (n,) what the key of the same row (n, 16) stands for."""
+        """Fills every page, shape (n,), with the content of the key in the same row of (n, 16)."""
         for rows, layer, k in self._chunks(len(pages)):
             self._views[layer][k][pages[rows]] = self._expected(keys[rows], layer, k)
 
     def wrong(self, pages: Pages, keys: Keys) -> npt.NDArray[np.bool_]:
-        """For every page, shape (n,): whether a byte is not what its key stands for."""
+        """For every page, shape (n,): whether a byte differs from its key's content."""
         found = np.zeros(len(pages), np.bool_)
         for rows, layer, k in self._chunks(len(pages)):
             content = self._views[layer][k][pages[rows]]
@@ -90,7 +90,7 @@ class Stamps:
         return chunks
 
     def _expected(self, keys: Keys, layer: int, k: int) -> U64:
-        """What the segments of these keys hold, uint64 (n, words)."""
+        """Content of segment k for these keys, uint64 (n, words)."""
         pattern = self._patterns[k]
         words = np.ascontiguousarray(keys).view(np.uint64)
         blocks = np.arange(-(-pattern.size // _BLOCK_WORDS), dtype=np.uint64)

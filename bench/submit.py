@@ -1,8 +1,8 @@
 """Measures the CPU cost of submitting a GPU transfer: time, driver calls and argument bytes.
 
 Every engine and mover submits loads of a growing number of pages through a driver that does nothing
-and over a controller that moves nothing.  The same load with more layers shows what a layer costs;
-the rest is the batch's own.
+and over a controller that moves nothing.  The same load with more layers gives the cost of a layer;
+the remaining cost is that of the batch.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tutti.gio_uring.gpu.pinned_memory import TableMemory
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 
-#: Names of engines, those of host with their movers.
+#: Names of engines; the engine host has one for each mover.
 WAYS = ("host, copy-batch", "host, copy", "host, kernel", *KINDS)
 _SEGMENT_NBYTES = 2048  # K, and V, of a page of one token: short, so that staging stays small
 _LAYERS = (8, 64)
-_PARTS = 5  # of the measurements; how far they differ is noise
+_PARTS = 5  # groups of measurements; the differences between them are noise
 _TABLES_NBYTES = 64 * MiB
 _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one submission with all its layers."""
+    """Cost of one submission with all its layers."""
 
     submit_us: float
     calls: int
@@ -109,9 +109,9 @@ def report(result: dict[str, Any]) -> str:
 def measure(way: str, pages: int, repeats: int) -> dict[str, Any]:
     """One row: the costs of a batch apart from its layers, and of a layer.
 
-    Times are the shortest of several, as others take the processor, too.  The noise of a layer's
-    time is half the range of what parts of the measurements say; a time that is not above it says
-    only that.
+    Times are the shortest of several, since other processes use the processor, too.  The noise of a
+    layer's time is half the range between groups of measurements; a time that does not exceed it
+    is only an upper bound.
     """
     few, many = costs_of(way, pages, _LAYERS, repeats)
     (whole,) = costs_of(way, pages, _LAYERS[1:], repeats, is_whole=False)
@@ -188,7 +188,7 @@ def _load(way: str, pages: int, layers: int, *, is_whole: bool) -> Iterator[Call
 def engine_of(
     way: str, counting: CountingDriver, nbytes: int
 ) -> Iterator[HostEngine | DeviceEngine]:
-    """An engine whose staging holds layers of so many bytes, with the mover that `way` names."""
+    """An engine with staging for layers of nbytes each, and the mover that `way` names."""
     staging = 8 * nbytes + 16 * MiB
     driver, modules = cast(Driver, counting), cast(Modules, NamedKernels())
     kind, _, mover = way.partition(", ")

@@ -2,15 +2,14 @@
 
     python -m tutti.bench.summary docs/results.md bench/results
 
-A table stands between `<!-- result: NAME -->` and `<!-- end -->` and comes from NAME.json, below
-the picture NAME.png where `make bench` draws one.  It is marked as stale where the code that it
-measures was changed since.  One that `make bench` measures and that is not there yet says so.
-Pages that only link to a result have `<!-- state: NAME --><!-- end -->` there, for a figure
-`figures/NAME`; they are written too: those beside the page, and the README above it.  A number in
-their text is written between `<!-- value: NAME PATH -->` and `<!-- end -->`, where PATH names the
-keys of the result from the outermost on, with / between them; of a list, what the entry contains,
-with a comma and a space between several.  Its paragraph has a state, too.  Between
-`<!-- model: many drives -->` and `<!-- end -->` stand tables of several results (`many_drives`).
+Marks in the pages (the given one, those in its folder, and the README above it), each up to the
+next `<!-- end -->`:
+`<!-- result: NAME -->`: the table of NAME.json, below the picture NAME.png if `make bench` draws
+one.  It is marked as stale if the measured code has changed since, or as missing.
+`<!-- state: NAME -->`: only that state, for a link; of a figure as `figures/NAME`.
+`<!-- value: NAME PATH -->`: a number.  PATH is the keys of the result from the outermost, joined by
+"/"; in a list, the content of the entry, joined by ", ".  Its paragraph needs a state, too.
+`<!-- model: many drives -->`: tables of several results (`many_drives`).
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
 
 def render(text: str, results: Path) -> str:
-    """The page with every table made anew.
+    """Returns the page with every table rendered again.
 
-    ConfigError for a result that is not there and that `make bench` does not measure.
+    Raises ConfigError for a missing result that `make bench` does not measure.
 
     Outside of a checkout with its history no table is marked as stale.
     """
@@ -127,9 +126,7 @@ def render(text: str, results: Path) -> str:
 
 
 def _figure(result: Any, path: Sequence[str]) -> str:
-    """A number of a result, a count as it is, others with three digits; of several rounds the
-    median.
-    """
+    """A number of a result (the median of rounds): counts in full, others with three digits."""
     for key in path:
         if isinstance(result, list):
             words = set(key.split(", "))
@@ -170,7 +167,7 @@ def _compare(result: dict[str, Any]) -> str:
 
 
 def _runs(cells: dict[str, Any]) -> list[str]:
-    """Mean run lengths, where both systems have them."""
+    """Mean run lengths, if both systems report them."""
     lines = []
     for name, cell in cells.items():
         found = [cell.get(side, {}).get("facts", {}).get("mean_run_length") for side in "ab"]
@@ -200,7 +197,7 @@ def _peers(result: dict[str, Any]) -> str:
 
 
 def _peers_picture(result: dict[str, Any]) -> str:
-    """The README's: an SVG of the largest pages."""
+    """The README's picture: an SVG of the largest pages."""
     cell, machine = next(iter(result["cells"].values())), result["machine"]
     charts = [
         Bars(f"{phase}, GB/s", [(n, p[phase]["median_gb_per_s"]) for n, p in cell["peers"].items()])
@@ -226,7 +223,7 @@ def _failures(result: dict[str, Any]) -> str:
 
 
 def _table_of(bench: ModuleType) -> Callable[[dict[str, Any]], str]:
-    """For benches that have a HEAD, rows_of and notes_of."""
+    """Table function of a bench module with HEAD, rows_of and notes_of."""
 
     def render_table(result: dict[str, Any]) -> str:
         rows = bench.rows_of(result)
@@ -275,7 +272,7 @@ _KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A table, or several of them where one would be too wide."""
+    """Lines of a table, or of several if one would be too wide."""
     lines: list[str] = []
     for names, cells in fitting(head, rows, gap=len(" | "), width=WIDTH_MAX - len("|  |")):
         table: list[Sequence[object]] = [names, ["---"] * len(names), *cells]
@@ -284,7 +281,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites the pages and the digests of what was measured, and draws the README's picture."""
+    """Rewrites the pages and the digests of measured code, and draws the README's picture."""
     parser = argparse.ArgumentParser(prog="tutti.bench.summary", description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("results", type=Path)

@@ -1,14 +1,14 @@
 """Measures the gain from service threads and digest workers, on drives simulated in memory.
 
-Jobs without data give the cost of a command; copies give the rate of verified and unverified
-loads, with one drive, with two drives of a service thread each, and with one and a digest worker.
-Loads that copy nothing give the digests alone: of as much memory, and of two slices that stay in
-the caches.  Next to them threads without an engine, each pinned to a processor, begin together and
-make native calls over memory of their own: two of them over one is the most that a second processor
-gains on this machine, in time and, without time in which they wait, in CPU time.  One more pair,
-of which one copies and the other digests as much, bounds how fast a verified load can be beside an
-unverified one.  All calls of a work follow each other forwards and then backwards, so that their
-times have the same middle, whatever else the machine does.
+Jobs without data give the cost of a command.  Copies give the rate of verified and unverified
+loads: with one drive, with two drives of one service thread each, and with one drive and a digest
+worker.  Loads that copy nothing give the cost of digests alone, over as much memory and over two
+slices that stay in the caches.  As controls, threads without an engine, pinned to one processor
+each, start together and make the same native calls over their own memory.  The rate of two such
+threads over that of one is the most that a second processor gains on this machine, in wall time and
+in CPU time.  Another pair, in which one copies and the other digests as much, bounds the rate of
+verified over unverified loads.  The calls of a work are made forwards and then backwards, so that
+their times have the same middle, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from tutti.native import address, lib
 HEAD = ("work", "drives", "workers", "unverified GB/s", "verified GB/s", "over one drive's")
 _LBA_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
-_VERIFIED_BAR = 0.97  # of an unverified load, while a core is free
-_DRIVES_BAR = 1.7  # of one drive's verified loads, for two
+_VERIFIED_BAR = 0.97  # verified over unverified rate, while a core is free
+_DRIVES_BAR = 1.7  # rate of verified loads with two drives over one
 _SLICE_NBYTES = 256 * KiB
 _COMMAND_LAYERS, _COMMAND_PAGES = 64, 4096
 _Work = tuple[str, int, int]  # with layers and pages; all works have as many bytes
@@ -56,14 +56,14 @@ _COPIES, _DIGESTS, _CACHED = ("copies", 16, 64), ("digests alone", 16, 64), ("in
 _WORKS = (_COPIES, _DIGESTS, _CACHED)
 _SLICES = _COPIES[1] * _COPIES[2]
 _GIGABYTES = _SLICES * _SLICE_NBYTES / 1e9
-#: Drives and digest workers; the first of a work is compared with.
+#: (drives, digest workers) by work; the first is the baseline.
 _SHAPES = {_COPIES: ((1, 0), (2, 0), (1, 1)), _DIGESTS: ((1, 0), (2, 0)), _CACHED: ((1, 0), (2, 0))}
 _ROWS = tuple((work, shape) for work in _WORKS for shape in _SHAPES[work])
 _COMMAND_SLICES = 4
-#: What pinned threads do, by the work that it bounds and the bytes that each of them has.
+#: Works of pinned threads: (the work that they bound, bytes of memory per thread).
 _CONTROLS = ((_COPIES, 256 * MiB), (_DIGESTS, 256 * MiB), (_CACHED, 256 * KiB), (_CACHED, 16 * KiB))
 _WALL, _CPU = "two_over_one", "two_over_one_by_cpu_time"
-#: Give seconds, by what they measure.
+#: Functions that return seconds, by the measured work.
 _Calls = dict[Any, Callable[[], float]]
 
 
@@ -106,7 +106,7 @@ class _Rig:
             self.close = undo.pop_all().close
 
     def seconds(self, opcode: int, digests: U64 | None = None) -> float:
-        """From the submission of one job to its end; with digests, also takes its CPU time."""
+        """Time from submission to end of one job; with digests, also records its CPU time."""
         before = self.engine.stats()
         job = self.engine.submit(
             opcode,
@@ -126,7 +126,7 @@ class _Rig:
 
 
 class _Pinned:
-    """Threads that stay, each on a processor and in memory of its own, without an engine."""
+    """Long-lived threads without an engine, each with its own processor and memory."""
 
     def __init__(self) -> None:
         cpus = sorted(os.sched_getaffinity(0))
@@ -147,7 +147,7 @@ class _Pinned:
             thread.shutdown()
 
     def seconds(self, name: Any, *parts: Callable[[], None]) -> float:
-        """From the first part's begin to the last one's end."""
+        """Seconds from the start of the first part to the end of the last one."""
         barrier = threading.Barrier(len(parts))
 
         def timed(part: Callable[[], None]) -> tuple[float, float, float]:
@@ -163,11 +163,11 @@ class _Pinned:
         return float(max(ended_s) - min(began_s))
 
     def shared_seconds(self, name: Any, *parts: Callable[[], None]) -> float:
-        """Of as many bytes as a load has, where each part has so many."""
+        """Seconds per load's bytes, if each part processes that many."""
         return self.seconds(name, *parts) / len(parts)
 
     def share(self, work: _Work, nbytes: int, who: int) -> Callable[[], None]:
-        """As many bytes as a load has, of which so many are different."""
+        """A function that processes a load's bytes, by repeating over `nbytes` of memory."""
         if work is _COPIES:
             return partial(self._copy_and_digest, who)
         return self.digest(who, nbytes, min(nbytes, _SLICE_NBYTES))
@@ -177,14 +177,14 @@ class _Pinned:
         ctypes.memmove(target.address, source.address, target.nbytes)
 
     def digest(self, who: int, nbytes: int, size: int = _SLICE_NBYTES) -> Callable[[], None]:
-        """One native call."""
+        """Digests `nbytes` of thread `who` in one native call."""
         count = _SLICES * _SLICE_NBYTES // size
         starts = np.arange(count, dtype=np.uint64) * np.uint64(size) % np.uint64(nbytes)
         where = np.uint64(self._buffers[who][1].address) + starts
         return partial(_digest, where, np.full(count, size, np.uint64))
 
     def _copy_and_digest(self, who: int) -> None:
-        """As an engine does: as many slices at a time as a command has."""
+        """Copies and digests in units of a command's slices, as an engine does."""
         source, target = self._buffers[who]
         nbytes = _COMMAND_SLICES * _SLICE_NBYTES
         sizes = np.full(_COMMAND_SLICES, _SLICE_NBYTES, np.uint64)
@@ -243,7 +243,7 @@ def _commands(rig: _Rig) -> tuple[float, float]:
 
 
 def _loads(rounds: int, advance: Callable[[], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each shape, and what threads without an engine do."""
+    """A row for each shape, and the controls without an engine."""
     with ExitStack() as stack:
         rigs: dict[Any, _Rig] = {}
         calls: dict[_Work, _Calls] = {work: {} for work in _WORKS}
@@ -298,7 +298,7 @@ def _rates(calls: _Calls) -> dict[Any, float]:
 def _control(
     control: tuple[_Work, int], rates: dict[Any, list[float]], cpu_s: dict[Any, list[float]]
 ) -> dict[str, Any]:
-    """What a second pinned thread gains; by CPU time, what it would if both never had to wait."""
+    """Gain of a second pinned thread in wall time, and in CPU time, which excludes waiting."""
     one, two = (control, 1), (control, 2)
     by_cpu = [4 * ratio for ratio in ratios(_rounds(cpu_s[one]), _rounds(cpu_s[two]))]
     return {
@@ -334,14 +334,14 @@ def _row(
         "verified_over_first": bootstrap_median(ratios(verified, first)).to_dict(),
         **({_CPU: bootstrap_median(by_cpu).to_dict()} if drives == 2 else {}),
         "verified_over_unverified": bootstrap_median(ratios(verified, plain)).to_dict(),
-        # Of the commands of verified loads, which are as many as those of others.
+        # Of the commands of verified loads; unverified loads have as many.
         "digests_offloaded": int(after.digests_offloaded - before.digests_offloaded),
         "verified_commands": int(after.commands - before.commands) // 2,
     }
 
 
 def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
-    """What a table shows of the loads."""
+    """Rows of the table of loads."""
     return [
         (
             row["work"],
@@ -403,7 +403,7 @@ def _control_text(control: dict[str, Any]) -> str:
 
 
 def _verdicts(rows: list[dict[str, Any]], controls: list[dict[str, Any]]) -> list[str]:
-    """Of each work, whether its interval reached the bar; what kept it below, by its controls."""
+    """For each work: whether its interval reached the bar, or the limit that its controls show."""
     lines = []
     for row in rows:
         of_work = [control for control in controls if control["work"] == row["work"]]

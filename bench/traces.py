@@ -31,7 +31,7 @@ _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request: when it came (ms), its tokens, and the hash ids of its prompt's blocks."""
+    """One request: its arrival (ms), its tokens, and the hash ids of its prompt's blocks."""
 
     timestamp_ms: int
     input_tokens: int
@@ -99,14 +99,14 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
 
 
 def requests_of(trace: str, limit: int | None, seed: int = 1) -> list[TraceRequest]:
-    """The first of a file, or of the generated trace, whose seed counts."""
+    """The first requests of a file, or of the trace generated from `seed`."""
     if trace != SYNTHETIC:
         return read_trace(trace, limit)
     return generate(Synthetic(seed=seed, requests=limit or Synthetic.requests))
 
 
 def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceRequest]:
-    """As `read_trace`, from lines; empty ones are skipped."""
+    """Does the same as `read_trace` for lines; empty ones are skipped."""
     requests: list[TraceRequest] = []
     for number, line in enumerate(lines, 1):
         if limit is not None and len(requests) >= limit:
@@ -119,12 +119,12 @@ def parse_trace(lines: Iterable[str], limit: int | None = None) -> list[TraceReq
 
 
 def generate(config: Synthetic) -> list[TraceRequest]:
-    """Requests drawn from the config and its seed alone."""
+    """Generates requests, which depend only on the config and its seed."""
     return _Generator(config).requests()
 
 
 def reach(request: TraceRequest, blocks: int) -> int:
-    """How many of a request's prompt tokens its first `blocks` blocks hold."""
+    """Number of prompt tokens in the first `blocks` blocks of a request."""
     return min(blocks * BLOCK_TOKENS, request.input_tokens)
 
 
@@ -167,7 +167,7 @@ def _parse_line(line: str, number: int) -> TraceRequest:
 
 @dataclass
 class _Conversation:
-    """Tokens so far, and the ids of the full blocks among them."""
+    """Number of tokens so far, and the ids of the full blocks among them."""
 
     tokens: int
     ids: list[int]
@@ -223,7 +223,7 @@ class _Generator:
         return prompt
 
     def _grow(self, conversation: _Conversation, tokens: int) -> None:
-        """More tokens; each block that becomes full by them has new content."""
+        """Adds tokens; each block that becomes full gets a new id."""
         conversation.tokens = tokens
         missing = tokens // BLOCK_TOKENS - len(conversation.ids)
         conversation.ids += [self._new_id() for _ in range(missing)]

@@ -1,8 +1,8 @@
 """The least that prefills wait under any schedule: a proven lower bound, not an estimate.
 
-What is bounded is all waiting for layers, and the rest of a decode step that runs when a request
-arrives.  The latter shifts a little with the former, and a load can be read in it, so neither has
-such a bound alone.
+The bound covers the sum of two waits: for layers, and for the rest of a decode step that runs when
+a request arrives.  A change of the first shifts the second, and a load can be read during it, so
+neither has such a bound alone.
 
 `least_ns` holds for every order of reads and writes, also if a scheduler knows the future, under
 these rules of the simulated server:
@@ -20,22 +20,22 @@ these rules of the simulated server:
   t >= r + w + b - 2 b / interference, and b <= interference * w.
 
 Proof.  A busy period is a run of prefills without a gap, from the arrival of its first request to
-its last prefill's end.  All its reads lie in it: before, they are not known, and each prefill ends
-with its load read.  Its waiting is its time less what it computes.  In it, a prefill ends no
-earlier than
+its last prefill's end.  All its reads lie in it: they are not known earlier, and a prefill ends
+after its load was read.  Its waiting is its duration minus its compute time.  In it, a prefill ends
+no earlier than each of these sums:
 
-1. the one before or its own arrival, and its own layers;
-2. the arrival of a request, the reads from that one on, and the layers behind each;
-3. the first arrival, all reads of the busy period up to a layer, the writes without which memory
-   would have overflowed at the end of the prefill before, and the layers behind;
-4. the first arrival, the reads up to here, and the writes without which memory would overflow now.
+1. the end of the previous prefill or its own arrival + its own layers;
+2. the arrival of a request + the reads from that one on + the layers after each read;
+3. the first arrival + all reads of the busy period up to a layer + the writes without which memory
+   would have overflowed at the end of the previous prefill + the layers after that one;
+4. the first arrival + the reads so far + the writes without which memory would overflow now.
 
-In the gap behind it the drive writes at full speed.  Each schedule divides the requests into busy
-periods.  All that later ones feel of those before is the number of pages that wait, because
-arrivals do not move; with fewer pages no schedule waits longer.  A dynamic programme over (first
-request, pages that wait) takes the cheapest division.  A busy period may also be longer than it
-must: where k = 1 nothing more is written then, because the gap gets shorter by as much; else see
-`_with_more_writes`.  Rounding is always to what makes the bound lower.
+In the gap after it the drive writes at full speed.  Each schedule divides the requests into busy
+periods.  A busy period affects later ones only by the number of waiting pages, because arrivals are
+fixed; with fewer pages no schedule waits longer.  A dynamic programme over (first request, waiting
+pages) finds the cheapest division.  A busy period may also be longer than necessary.  For k = 1
+this writes nothing more, because the gap gets shorter by as much; otherwise see
+`_with_more_writes`.  Rounding always makes the bound lower.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ import numpy as np
 import numpy.typing as npt
 
 _Floats = npt.NDArray[np.float64]
-#: Of pages that wait; more are counted in larger units.
+#: Numbers of waiting pages that are distinguished; for more, the unit is several pages.
 _STATES_MAX = 512
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A request.  layers_ns: of computing each.  read_ns: of reading one.  pages: of its put."""
+    """A request.  layers_ns: compute time of each.  read_ns: to read one.  pages: of its put."""
 
     arrival_ns: float
     layers_ns: tuple[float, ...]
@@ -62,7 +62,7 @@ class Prefill:
     pages: int
 
     def pipeline_ns(self, latency_ns: float) -> float:
-        """From the first read to the end of the last layer, if nothing else is read."""
+        """Time from the first read to the end of the last layer, if nothing else is read."""
         longest = left = sum(self.layers_ns)
         if self.read_ns:
             for number, layer_ns in enumerate(self.layers_ns, 1):
@@ -73,7 +73,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Rules:
-    """What no schedule changes.  memories: pages of the two.  page_ns: of writing one."""
+    """Constants of all schedules.  memories: pages of the two.  page_ns: time to write one."""
 
     memories: tuple[int, int]
     page_ns: float
@@ -82,7 +82,7 @@ class Rules:
 
     @property
     def cost(self) -> float:
-        """Time that writing takes from reading at least, as a part of its own."""
+        """Least time that a write takes from reads, as a share of the write's own time."""
         return min(1.0, max(1.0, self.interference) - 1)
 
 
@@ -93,7 +93,7 @@ def least_ns(prefills: Sequence[Prefill], rules: Rules, droppable: int = 0) -> f
     room = [most + droppable for most in most_waiting(pages, rules.memories)]
     states = min(max(room, default=0), sum(pages)) + 1
     unit = math.ceil(states / _STATES_MAX)
-    # Of busy periods that begin with a request: the least waiting before, by pages that wait.
+    # Least waiting before the busy period that begins with a request, by waiting pages.
     least = [np.full(math.ceil(states / unit) + 1, math.inf) for _ in range(len(prefills) + 1)]
     least[0][0] = 0.0
     for first, before in enumerate(least[:-1]):
@@ -111,9 +111,9 @@ def _busy_periods(
     first: int,
     unit: int,
 ) -> None:
-    """All that begin with a request: what they wait, and the pages that wait when the next begins.
+    """Updates `least` with all busy periods that begin with request `first`.
 
-    waiting: pages at the begin and since, none of them written.
+    waiting: pages at its beginning and those put since then, if none is written.
     """
     (known,) = np.nonzero(np.isfinite(least[first]))
     before_ns, waiting = least[first][known], known * float(unit)
@@ -149,9 +149,10 @@ def _busy_periods(
 
 
 def _with_more_writes(least: _Floats, rules: Rules, unit: int) -> None:
-    """Takes busy periods that are longer than they must be, to write more.
+    """Allows busy periods that are longer than necessary, to write more.
 
-    Only where both directions together do more than one: more time x writes x / k instead of x.
+    This helps only if both directions together are faster than one: an extension by x ns then does
+    x / k ns of writing instead of x.
     """
     if not 0 < rules.cost < 1:
         return
