@@ -1,13 +1,13 @@
-"""Compares the window that a store finds with a fixed one: arrival of a load's layers, and cost.
+"""Compares a store's adaptive window with a fixed one: arrival of a load's layers, and cost.
 
 Three pools with the same pages are opened as `tutti.open` does by default, so loads are verified:
-one with the window that is found while it runs, two with a fixed window of 32 commands.  The second
-of these shows the noise.  They load in a random order, and wait for the first and the last layer.
-In the same rounds the drive is read in a fourth pool, without the store and verification: all
-layers of a load at once, and the first before all others, which is what an early one costs.
-A second part consumes layer after layer with a computation between them that takes a multiple of
-the layer's I/O time.  In its rounds the drive reads one layer alone, after an idle time and right
-after another: the pause that each group of layers costs.
+one with the adaptive window, two with a fixed window of 32 commands.  The second of these shows the
+noise.  They load in a random order, and wait for the first and the last layer.  In the same rounds
+the drive is read in a fourth pool, without the store and verification: all layers of a load at
+once, and the first layer before all others, which shows the cost of an early first layer.
+In a second part each layer is followed by a computation that takes a multiple of the layer's I/O
+time.  In its rounds the drive also reads one layer alone, after an idle time and right after
+another one: the difference is the pause that each group of layers costs.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _GROUP = 64
 _GROUPS = 2
 _BLOCK_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
-_SHORT_PAGES, _SHORT_TIMES = 4, 3  # loads of so few take less time and vary more: this many times
-_LATE_NS = 100_000  # about how much later than asked a sleep ends: this much is spent awake
+_SHORT_PAGES, _SHORT_TIMES = 4, 3  # loads up to this size are short and vary more: repeated
+_LATE_NS = 100_000  # a sleep ends about this late, so the last part of a wait is a busy loop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Milliseconds since `load` was called: to its return, the first layer, the last one, and the
+    """Milliseconds from the call of `load` to its return, the first layer, the last layer, and the
     end of its computation.
     """
 
@@ -104,8 +104,8 @@ class Reader:
     def load(self, group: int, first: int, pages: int, compute_ms: float = 0) -> LoadTimes:
         """Loads `pages` of a group, and computes with each layer for `compute_ms`, if given.
 
-        A computation begins when its layer is there and the one before has ended, as on a GPU: no
-        late end of a sleep delays one.  A layer that was waited for is there when the wait returns.
+        A computation begins when its layer has arrived and the previous one has ended, as on a GPU:
+        a sleep that ends late delays none.  A layer's arrival is the time when its wait returned.
         """
         layers, numbers = self.store.layout.layers, np.arange(pages)
         keys = self._keys[group, first : first + pages]
@@ -127,9 +127,9 @@ class Reader:
         return LoadTimes(*((at_ns - begun_ns) / 1e6 for at_ns in ends_ns))
 
     def drive_ms(self, group: int, first: int, pages: int, layers: int) -> float:
-        """How long the drive takes for the first layers of as many pages, without the store.
+        """Milliseconds that the drive alone takes for the first layers of as many pages.
 
-        They lie side by side on each member, wherever the pool has its pages, in members' order.
+        They are contiguous on each member, unlike the pool's pages, and read in members' order.
         """
         members, engine = self.store.members.count, self.store.engine
         heads = first + np.arange(min(members, pages))

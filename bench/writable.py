@@ -1,4 +1,4 @@
-"""What commands of benchmarks begin with: their options, and whether files can be written."""
+"""Shared start of benchmark commands: adding options, and checking that files are writable."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def options(parser: argparse._ActionsContainer) -> Callable[..., None]:
         kind: Callable[[str], Any] | Collection[str] = (),
         **more: Any,
     ) -> None:
-        """name: with what stands for its value, if that is not the name.  kind: a type, or choices.
+        """name: the option, with its metavar if that differs.  kind: a type, or the choices.
 
-        The default tells the type of numbers.  A list takes one value or more, False is a switch.
+        A number's type follows from the default.  A list takes one or more values; False is a flag.
         """
         name, _, metavar = name.partition(" ")
         given: dict[str, Any] = {"default": default, "help": what}
@@ -43,9 +43,9 @@ def options(parser: argparse._ActionsContainer) -> Callable[..., None]:
 
 
 def check_writable(*paths: Path) -> None:
-    """Fails before long work instead of after it, and makes the folders of the files.
+    """Checks before a long measurement that files can be written, and creates their folders.
 
-    Raises CapacityError, and ConfigError for a folder or a pipe, whose open waits for a reader.
+    Raises CapacityError, and ConfigError for a folder or a pipe, whose open would block.
     """
     for path in paths:
         if path.is_dir():

@@ -8,15 +8,15 @@ import numpy as np
 
 from tutti.errors import ConfigError
 
-#: Requests a second: beyond, times in nanoseconds are all 0, or take more than 64 bits.
+#: Limits of requests per second: beyond them, times in ns are all 0 or exceed 64 bits.
 RATE_MIN, RATE_MAX = 1e-6, 1e6
 
 
 def arrival_times_s(requests: int, rate: float, seed: int) -> list[float]:
     """Seconds from the start at which each request is due, the first one at 0.
 
-    Gaps are exponential with mean 1 / rate.  The draws depend on the seed alone and are scaled, so
-    that two rates differ in nothing but speed.  Raises ConfigError for a rate that is not positive.
+    Gaps are exponential with mean 1 / rate.  The draws depend only on the seed and are scaled, so
+    that two rates differ only in speed.  Raises ConfigError for a rate that is not positive.
     """
     if not RATE_MIN <= rate <= RATE_MAX:
         raise ConfigError(
@@ -27,7 +27,7 @@ def arrival_times_s(requests: int, rate: float, seed: int) -> list[float]:
 
 
 def traced_times_s(arrivals_ms: Sequence[int | None], rate: float) -> list[float]:
-    """The arrivals of a trace, stretched to `rate` requests a second on the mean, from 0.
+    """The arrivals of a trace in seconds from 0, scaled to a mean of `rate` requests per second.
 
     Raises ConfigError for requests without a time, out of order or all at once.
     """

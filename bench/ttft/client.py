@@ -1,8 +1,8 @@
 """The builtin client: sends requests when they are due and times every piece of every answer.
 
-Requests go out on an absolute schedule and nothing holds them back, so that a slow server cannot
-slow its own load down. Latencies count from when a request was due; the delay until it really went
-out is kept separately, because it is the client's.
+Requests are sent on an absolute schedule without a limit (open loop), so that a slow server does
+not reduce its own load.  Latencies count from a request's due time; the delay until it was sent is
+recorded separately, because the client causes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from tutti.bench.ttft.http import Endpoint, NotStreaming, ServerError, stream_events
 from tutti.bench.ttft.protocol import ServerApi
 
-#: So many broken connections in a row mean that the server is gone.
+#: After this many broken connections in a row the server counts as ended.
 LOST_AFTER = 5
 _LEAD_S = 0.05
 
@@ -34,9 +34,9 @@ class TimedCall:
 
 @dataclass
 class Record:
-    """What became of a call.  tokens: (time, output tokens so far) of each event with new ones.
+    """Result of a call.  tokens: (time, output tokens so far) of each event with new ones.
 
-    error: empty for success.  cached: prompt tokens by where they came from, as the server says.
+    error: empty for success.  cached: cached prompt tokens by source, as the server reports.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Record:
     error: str = ""
 
     def see_cached(self, cached: dict[str, int] | None) -> None:
-        """The latest that an event said; a mere total does not replace places that are known."""
+        """Keeps the latest report of an event; a total does not replace counts by source."""
         knows_places = bool(self.cached) and "unknown" not in self.cached
         if cached is not None and not ("unknown" in cached and knows_places):
             self.cached = cached
@@ -79,7 +79,7 @@ class Run:
     _broken_in_a_row: int = 0
 
     def take(self, record: Record, *, broken: bool) -> None:
-        """One more call has ended; broken: its connection failed."""
+        """Adds the record of a call that ended; broken: its connection failed."""
         self.records.append(record)
         self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
         if self._broken_in_a_row >= LOST_AFTER:
@@ -96,9 +96,9 @@ def drive(
     concurrency: int | None = None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Sends the calls and fills `run`, which keeps what was found when this is interrupted.
+    """Sends the calls and fills `run`, which keeps its records if this is interrupted.
 
-    concurrency: at most so many at once; None for a measured run, where nothing may hold back.
+    concurrency: limit of calls at once; None for a measured run, which must not be limited.
     timeout_s: of each request.  Raises NotStreaming for a server that does not stream.
     """
     asyncio.run(_drive(endpoint, protocol, calls, run, timeout_s, concurrency, advance))
@@ -167,7 +167,7 @@ async def _ask(
     record: Record,
     now_s: Callable[[], float],
 ) -> None:
-    """One request; fills the record."""
+    """Sends one request and fills the record."""
     count = 0
     events = stream_events(endpoint, protocol.path, protocol.body(call.body(), call.output_tokens))
     async with contextlib.aclosing(events):

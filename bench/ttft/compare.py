@@ -12,8 +12,8 @@ from tutti.errors import ConfigError
 def compare_results(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Rows by rate and system, and ratios to the first system.
 
-    Raises ConfigError for results of other prompts, other arrivals, another start or client: their
-    difference would not be the systems'.
+    Raises ConfigError if prompts, arrivals, start state or client differ: the systems would not be
+    the only difference.
     """
     if len(results) < 2:
         raise ConfigError("give --compare at least two results")

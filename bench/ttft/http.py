@@ -20,7 +20,7 @@ _HEADERS_MAX = 200
 
 
 class ServerError(TuttiError):
-    """A server cannot be reached, went away, or answers what cannot be measured."""
+    """A server cannot be reached, ended, or sends an answer that cannot be measured."""
 
 
 class Refused(ServerError):
@@ -33,7 +33,7 @@ class NotStreaming(ServerError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens.  headers: sent with every request."""
+    """Address of a server.  headers: sent with every request."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """As a base URL, without a slash at the end."""
+        """The base URL, without a slash at the end."""
         return f"http{'s' if self.tls else ''}://{self.host}:{self.port}{self.prefix}"
 
 
@@ -144,7 +144,7 @@ async def _pieces(reader: asyncio.StreamReader, headers: dict[str, str]) -> Asyn
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Data of every whole event.  What follows the last blank line is dropped, as the norm says."""
+    """Data of every whole event.  An incomplete last one is dropped (WHATWG HTML 9.2)."""
     rest = b""
     async for piece in pieces:
         rest = (rest + piece).replace(b"\r\n", b"\n")

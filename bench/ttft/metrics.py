@@ -1,4 +1,4 @@
-"""From records of requests to the numbers of one point: latencies, goodput, stability, hits."""
+"""Computes the numbers of one point from its requests: latencies, goodput, stability, hits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LIMITS = ("ttft", "tpot", "e2e")
 PERCENTS = (50, 90, 95, 99)
 PLACES = ("device", "host", "storage", "unknown")
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom (any table of it).
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _T95_MANY = 1.96
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in milliseconds that a request has to meet, all of them."""
+    """Limits in milliseconds; a request has to meet all of them."""
 
     limits: tuple[tuple[str, float], ...]
 
@@ -33,7 +33,7 @@ class Slo:
         return ",".join(f"{name}:{limit:g}" for name, limit in self.limits)
 
     def is_met(self, values: dict[str, float]) -> bool:
-        """Whether a successful request met it."""
+        """Whether a successful request with these latencies met all limits."""
         return all(values[name] <= limit for name, limit in self.limits)
 
 
@@ -55,7 +55,7 @@ def parse_slo(text: str) -> Slo:
 
 
 def latencies_ms(record: Record) -> dict[str, float]:
-    """Of a successful request, from when it was due; ttft_sent from when it was sent.
+    """Latencies of a successful request since its due time; ttft_sent since it was sent.
 
     tpot: mean time of the tokens after the first, 0 where there are none.
     """
@@ -70,7 +70,7 @@ def latencies_ms(record: Record) -> dict[str, float]:
 
 
 def inter_token_ms(record: Record) -> list[float]:
-    """Gaps between tokens.  An event of n tokens counts as n gaps of an n-th of the time."""
+    """Gaps between tokens.  An event with n tokens counts as n gaps of 1/n of the time."""
     gaps: list[float] = []
     for (before_s, before), (at_s, count) in zip(record.tokens, record.tokens[1:], strict=False):
         new = count - before
@@ -81,10 +81,10 @@ def inter_token_ms(record: Record) -> list[float]:
 def summarise(
     records: Sequence[Record], slos: Sequence[Slo], *, warmup: int = 0, planned: int | None = None
 ) -> dict[str, Any]:
-    """One point.  Failures have no latency and miss every SLO.
+    """Numbers of one point.  Failed requests have no latency and miss every SLO.
 
-    warmup: the first so many requests are left out.  planned: requests that were to be sent;
-    fewer records make the point partial, and those without one are not counted as sent.
+    warmup: number of first requests to leave out.  planned: number of requests to be sent; with
+    fewer records the point is partial, and the missing ones do not count as sent.
     """
     ordered = sorted(records, key=lambda record: record.due_s)
     kept = [record for record in ordered if record.number >= warmup]
@@ -113,7 +113,7 @@ def summarise(
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum; None of nothing."""
+    """Mean, percentiles and maximum; None for no values."""
     if not values:
         return None
     array = np.asarray(values, float)
@@ -122,13 +122,13 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def is_unstable(records: Sequence[Record]) -> bool:
-    """Whether the queue for a first token grew as long as requests came: no latency counts then."""
+    """Whether the queue for a first token grew during all arrivals; latencies mean nothing then."""
     served = [record.tokens[0][0] if record.tokens else record.done_s for record in records]
     return queue_grows([record.due_s for record in records], served)
 
 
 def mean_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its 95 % interval by Student's t; the interval of one value is that value."""
+    """Mean and its 95 % interval (Student's t); for a single value both limits are that value."""
     n = len(values)
     if n == 0:
         raise ConfigError("no run to take the mean of; give at least one seed")
@@ -142,7 +142,7 @@ def mean_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def _span_s(records: Sequence[Record]) -> float:
-    """From the first request that is due to the last answer."""
+    """Seconds from the first due time to the last answer."""
     if not records:
         return 0.0
     return max(r.done_s for r in records) - min(r.due_s for r in records)
@@ -156,13 +156,13 @@ def _slo(
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
-    """The ten most frequent, by their first words."""
+    """Counts of the ten most frequent errors, grouped by their first words."""
     counts = Counter(record.error[:120] for record in records if record.error)
     return dict(counts.most_common(10))
 
 
 def _cached(records: Sequence[Record]) -> dict[str, Any]:
-    """Prompt tokens that the server did not compute, by where they came from."""
+    """Cached prompt tokens by source."""
     prompt = sum(record.input_tokens for record in records)
     found = {place: sum(r.cached.get(place, 0) for r in records) for place in PLACES}
     told = any(record.cached for record in records)

@@ -1,6 +1,6 @@
 """Results on disk: result.json after every point, and every request in requests.jsonl.gz.
 
-A disk that fills ends the writing, not the measurement: what is on it stays and is marked
+A full disk stops the writing, not the measurement: the files written so far stay and are marked
 partial, and the whole result is still printed.
 """
 
@@ -23,9 +23,9 @@ REQUESTS = "requests.jsonl.gz"
 
 
 class Output:
-    """A folder of results; nothing is written without one.
+    """A folder of results; without a folder nothing is written.
 
-    failed: why the folder is incomplete; empty while it is not.
+    failed: why the folder is incomplete; empty while it is complete.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -35,7 +35,7 @@ class Output:
             raise ConfigError(f"{folder.name} holds a result already; name a new folder")
 
     def make_folder(self) -> None:
-        """Makes the folder, once there is something to measure.  Raises ConfigError."""
+        """Creates the folder when the measurement starts.  Raises ConfigError."""
         if self._folder is None:
             return
         try:
@@ -44,7 +44,7 @@ class Output:
             raise ConfigError(f"cannot make --out: {error}; name another folder") from error
 
     def requests(self, facts: Mapping[str, Any], records: Sequence[Record]) -> None:
-        """Appends the requests of one point, each with the facts that name the point."""
+        """Appends the requests of one point, each with the facts that identify the point."""
         if self._folder is None or self.failed:
             return
         lines = "".join(json.dumps({**facts, **record.to_dict()}) + "\n" for record in records)
@@ -59,7 +59,7 @@ class Output:
                 os.truncate(path, kept)
 
     def result(self, result: dict[str, Any]) -> None:
-        """Replaces the result; the one before stays if that fails."""
+        """Replaces the result; if that fails, the previous one stays."""
         if self._folder is None:
             return
         if self.failed:

@@ -1,4 +1,4 @@
-"""TTFT of one prompt at a time against how much of it is cached.
+"""TTFT of one prompt at a time, by the length of its cached prefix.
 
 For each length a fresh prefix is computed once, the server's own cache is flushed, and a prompt of
 the full length that begins with it is timed. With --no-flush the prefix may still be in GPU memory.
@@ -25,7 +25,7 @@ _OUTPUT_TOKENS = 8
 
 
 def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
-    """The other measurement: one request at a time."""
+    """Options of the measurement with one request at a time."""
     option = options(
         parser.add_argument_group(
             "cached prefixes",
@@ -96,7 +96,7 @@ def prefix_report(result: dict[str, Any]) -> str:
 
 
 def _row(session: BenchSession, tokens: int, total: int, output: Output) -> dict[str, Any]:
-    """Prompts with `tokens` of prefix, one after another."""
+    """Measures prompts with `tokens` of cached prefix, one after another."""
     args = session.args
     latencies: list[float] = []
     cached: list[int] = []

@@ -11,9 +11,9 @@ from tutti.bench.ttft.http import Refused, ServerError
 
 @dataclass
 class StreamProgress:
-    """The content of an event about its request so far; None where it has none.
+    """Counts that an event reports for its request so far; None if it does not report one.
 
-    cached: tokens of the prompt that were not computed, by where they came from.
+    cached: cached prompt tokens by source.
     """
 
     output_tokens: int | None = None
@@ -27,10 +27,10 @@ class ServerApi(Protocol):
     path: str
 
     def body(self, prompt: bytes, output_tokens: int) -> bytes:
-        """The request for a prompt that is a JSON value already."""
+        """The request's JSON.  prompt: a JSON value."""
 
     def progress(self, data: bytes) -> StreamProgress | None:
-        """What an event says; None for one that carries nothing.  Raises ServerError."""
+        """Decodes an event; None for an empty one.  Raises ServerError."""
 
 
 class Generate:
@@ -42,7 +42,7 @@ class Generate:
         self._field = b"input_ids" if form == "ids" else b"text"
 
     def body(self, prompt: bytes, output_tokens: int) -> bytes:
-        """Greedy, and exactly so many tokens."""
+        """Greedy decoding, of exactly `output_tokens`."""
         sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
         return b'{"%s":%s,"sampling_params":%s,"stream":true}' % (
             self._field,
@@ -74,7 +74,7 @@ class ChatProtocol:
         self._model = json.dumps(model).encode()
 
     def body(self, prompt: bytes, output_tokens: int) -> bytes:
-        """Greedy, and exactly so many tokens where the server knows `ignore_eos`."""
+        """Greedy decoding, of exactly `output_tokens` if the server supports `ignore_eos`."""
         options = {
             "max_tokens": output_tokens,
             "temperature": 0,
@@ -128,7 +128,7 @@ def _count(value: Any) -> int | None:
 
 
 def _cached(total: Any, details: Any) -> dict[str, int] | None:
-    """Cached tokens by place; all of them "unknown" where the server does not say."""
+    """Cached tokens by source; all of them "unknown" if the server reports only a total."""
     if isinstance(details, dict):
         found = {name: _count(details.get(name)) or 0 for name in ("device", "host", "storage")}
         if any(found.values()) or not total:

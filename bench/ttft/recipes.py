@@ -1,7 +1,7 @@
 """`tutti bench serve`: starts one of the compared systems, with one command each.
 
-Every recipe is SGLang's launch command with the same page size and the same sizes of DRAM, so that
-systems differ in nothing else; the server's own description is written next to the results.
+Every recipe is SGLang's launch command with the same page size and the same DRAM capacity, so that
+only the storage systems differ.  The server's own description is written next to the results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tutti.integration.sglang.options import (
     named_options,
 )
 
-_GB = 10**9  # SGLang counts host memory in them
+_GB = 10**9  # SGLang's unit of host memory
 _UP_S = 1800.0
 _END_S = 60.0
 _LMCACHE_PORT = 5556
@@ -47,8 +47,8 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What a recipe may use.  dram_nbytes: of host memory for KV; storage: a folder on the SSD;
-    more_storage: folders on further ones.  tutti: further options of Tutti's, as NAME=VALUE.
+    """Inputs of a recipe.  dram_nbytes: host memory for KV.  storage: a folder on the SSD.
+    more_storage: folders on further SSDs.  tutti: further options of Tutti, as NAME=VALUE.
     """
 
     model: str
@@ -64,7 +64,8 @@ class RecipeOptions:
 class Launch:
     """Arguments and environment of SGLang for one system.
 
-    daemon: of Python for what has to run with it.  files: what both read, with their content.
+    daemon: Python arguments of a process that runs with it.  files: content of files that both
+    read, by name.
     """
 
     arguments: list[str]
@@ -75,9 +76,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A system by name.  needs: the module that it needs besides SGLang.
+    """A system to start.  needs: the module that it needs besides SGLang.
 
-    many_folders: it takes several of them, each on an SSD of its own.
+    many_folders: it can use several folders, each on its own SSD.
     """
 
     name: str
@@ -94,7 +95,7 @@ def _base(options: RecipeOptions) -> list[str]:
 
 
 def _hierarchical(options: RecipeOptions, *storage: str) -> list[str]:
-    """Host memory behind GPU memory; SGLang takes its size in whole 10^9 bytes."""
+    """SGLang's arguments for KV in host memory, whose size is in whole 10^9 bytes."""
     gigabytes = max(1, options.dram_nbytes // _GB)
     return [
         *_base(options),
@@ -205,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Starts the server, waits until it answers, writes its facts, and stays until it ends.
+    """Starts the server, waits until it answers, writes its facts, and returns when it has ended.
 
     Ctrl-C and SIGTERM end the server.  Raises Unsupported for a system that is not installed,
     ConfigError for a folder with other files, CapacityError for --info that cannot be written,
@@ -239,7 +240,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
             for words in filter(None, (daemon, command)):
                 started.append(_start(words, result["env"]))
             result |= _facts(result, args, started, progress)
-            while not (ended := _ended(started)):  # until the person who started it ends it
+            while not (ended := _ended(started)):  # or until a signal
                 time.sleep(_POLL_S)
             result["stopped"] = ended
         except KeyboardInterrupt:
@@ -343,16 +344,16 @@ def _facts(
 
 
 def _start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A Python process in a group of its own, so that Ctrl-C reaches it through here alone.
+    """Starts Python in its own process group: Ctrl-C reaches only this process, which ends it.
 
-    All that it writes goes to stderr: stdout is for the result.
+    All of its output goes to stderr: stdout is for the result.
     """
     command = [sys.executable, *words]
     return subprocess.Popen(command, stdout=2, env={**os.environ, **env}, start_new_session=True)
 
 
 def _ended(started: list[subprocess.Popen[bytes]]) -> str:
-    """Which one has ended, if any: without its daemon a server answers, and finds nothing."""
+    """Describes the process that ended, or "".  Without its daemon a server finds no KV."""
     for name, process in zip(("SGLang", "the process beside it"), reversed(started), strict=False):
         if process.poll() is not None:
             return f"{name} ended with {process.returncode}; see its log above"
@@ -362,8 +363,7 @@ def _ended(started: list[subprocess.Popen[bytes]]) -> str:
 class _Interrupts:
     """SIGINT and SIGTERM while a server runs.
 
-    The first raises KeyboardInterrupt.  Those that follow raise nothing, wherever they arrive, and
-    ``urgent`` tells that one did.
+    The first raises KeyboardInterrupt.  Later ones set ``urgent`` and raise nothing.
     """
 
     def __init__(self) -> None:
@@ -390,7 +390,7 @@ class _Interrupts:
 
 
 def _end(process: subprocess.Popen[bytes], interrupts: _Interrupts) -> None:
-    """SIGTERM, and SIGKILL to the whole group when that was not enough or another signal came."""
+    """Sends SIGTERM, and SIGKILL to the group if it does not end or another signal arrived."""
     if process.poll() is None:
         process.terminate()
         deadline = time.monotonic() + _END_S

@@ -79,10 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures, or compares what was measured.
+    """Measures, or compares results.
 
-    Raises ConfigError for arguments, ServerError for a server that cannot be measured.  What ends
-    the run later (the server goes, Ctrl-C, a full disk) leaves a result that says "partial".
+    Raises ConfigError for arguments, ServerError for a server that cannot be measured.  A later end
+    of the run (the server ends, Ctrl-C, a full disk) leaves a result marked "partial".
     """
     if args.compare:
         return _compare(args)
@@ -126,7 +126,7 @@ def _slo(text: str) -> Slo:
 
 
 def _compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Side by side, and as a figure where --out names one."""
+    """Compares results in a table, and in a figure if --out is given."""
     results = [read_result(path) for path in args.compare]
     compared = compare_results(results)
     if args.out is not None:

@@ -1,4 +1,4 @@
-"""Requests to a server other than generation: health, facts, and to flush its cache."""
+"""Requests to a server other than generation: health, facts, and flushing its cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tutti.bench.ttft.http import Endpoint, ServerError
 _CALL_S = 30.0
 _FLUSH_S = 60.0
 _FLUSH_PAUSE_S = 0.2
-#: Facts that name secrets or places of one machine, by a part of their name.
+#: Parts of the names of facts that contain secrets or addresses.
 _PRIVATE = ("key", "secret", "password", "host", "addr", "_ip", "nccl_port", "url")
 
 
 class Control:
-    """Calls of one server."""
+    """Calls to one server."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     def call(self, method: str, path: str, *, timeout_s: float = _CALL_S) -> tuple[int, str]:
-        """Status and text; an error status is an answer.  Raises ServerError for no answer."""
+        """Status and text, also of an error status.  Raises ServerError without an answer."""
         url = f"{self._endpoint.url}{path}"
         headers = dict(self._endpoint.headers)
         request = urllib.request.Request(url, method=method, headers=headers)
@@ -47,7 +47,7 @@ class Control:
             return False
 
     def facts(self) -> dict[str, Any]:
-        """The server's arguments and state, without secrets and places; empty if it tells none."""
+        """Reported arguments and state of the server, without secrets and addresses."""
         status, text = self.call("GET", "/server_info")
         if status != 200:
             return {}
@@ -70,7 +70,7 @@ class Control:
         return name, length if isinstance(length, int) else None
 
     def flush(self) -> None:
-        """Empties the server's own caches; storage stays.  SGLang refuses while requests run."""
+        """Empties the server's own caches, not its storage.  SGLang refuses while requests run."""
         deadline = time.monotonic() + _FLUSH_S
         status, text = 0, ""
         while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ class Control:
 
 
 def public(value: Any, name: str = "") -> Any:
-    """JSON without secrets and addresses; of paths only the last part."""
+    """Returns JSON data without secrets and addresses, and with only the last part of paths."""
     if isinstance(value, dict):
         kept = {k: public(v, k) for k, v in value.items() if not _is_private(k)}
         return {k: v for k, v in kept.items() if v is not None and v != [] and v != {}}

@@ -1,4 +1,4 @@
-"""One server under test: looked at, filled as asked, and measured one rate and seed at a time."""
+"""One server under test: checked, filled if asked, and measured one rate and seed at a time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ COLD, POPULATED, AS_IS = "cold", "populated", "as-is"
 POISSON, TRACE = "poisson", "trace"
 GENERATE, CHAT = "generate", "chat"
 _PROBE_TOKENS = 4
-#: Told about every point: its rate and seed, and its records.
+#: Called for every point with its facts (rate and seed) and records.
 Listener = Callable[[dict[str, Any], Sequence[Record]], None]
 
 
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server, how it is asked, and in which state it starts."""
+    """Options: the server, its API, and its state at the start."""
     option = options(parser.add_argument_group("server"))
     option("--url", "http://127.0.0.1:30000", "address of the server")
     option("--api-key", None, "sent as a bearer token; a flush may need the admin key")
@@ -55,7 +55,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class BenchSession:
-    """A server that answered, and the workload that fits it."""
+    """A reachable server, and the workload for its context length."""
 
     endpoint: Endpoint
     control: Control
@@ -69,7 +69,7 @@ class BenchSession:
     slos: Sequence[Slo]
     progress: ProgressFactory
     listener: Listener = lambda facts, records: None
-    # Drawn anew for every run: what an earlier run stored must not count as a hit.
+    # Random for every run: KV that an earlier run stored must not count as a hit.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class BenchSession:
         self._drive = partial(drive, self.endpoint, self.api, timeout_s=timeout_s)
 
     def ask(self, prompt: Prompt, number: int) -> Run:
-        """One request alone."""
+        """Sends one request alone."""
         run = Run()
         self._drive(self.calls([prompt], [0.0], ""), run)
         run.records[0].number = number
@@ -95,7 +95,7 @@ class BenchSession:
             )
 
     def populate(self) -> None:
-        """Has every document computed once, so that it is in the server's storage."""
+        """Sends every document once, so that the server computes and stores it."""
         shared = {prompt.parts[:-1]: prompt for prompt in self.workload.prompts}
         shared.pop((), None)
         prompts = [Prompt(p.task, p.document, parts, 1) for parts, p in shared.items()]
@@ -109,30 +109,30 @@ class BenchSession:
         self.flush()
 
     def flush(self) -> None:
-        """Lets writes settle and empties the server's cache, unless that is unwanted."""
+        """Waits for writes and empties the server's cache, unless --no-flush is given."""
         if not self.args.no_flush:
             time.sleep(self.args.settle_s)
             self.control.flush()
 
     def prompts_at(self, rate: float) -> list[Prompt]:
-        """All prompts, or those of --seconds at this rate."""
+        """All prompts, or as many as --seconds needs at this rate."""
         prompts = self.workload.prompts
         if self.args.seconds is None:
             return prompts
         return prompts[: max(1, math.ceil(rate * self.args.seconds))]
 
     def due_s(self, prompts: Sequence[Prompt], rate: float, seed: int) -> list[float]:
-        """When each prompt is due, as --arrivals says."""
+        """Due time of each prompt in seconds, according to --arrivals."""
         if self.args.arrivals == TRACE:
             return traced_times_s([prompt.arrival_ms for prompt in prompts], rate)
         return arrival_times_s(len(prompts), rate, seed)
 
     def salt(self, rate: float, seed: int) -> str:
-        """What keeps a cold point from hitting what was stored before; empty for other starts."""
+        """A first part that no stored prompt has, for a cold start; empty for other starts."""
         return f"{self.nonce}-{rate:g}-{seed}" if self.args.start == COLD else ""
 
     def measure(self, rate: float, seed: int) -> Point:
-        """One point.  Raises Stopped, with what was found, when it ended early."""
+        """Measures one point.  Raises Stopped with a partial point if it ended early."""
         self.flush()
         prompts = self.prompts_at(rate)
         self.renderer.prepare(prompts)
@@ -156,7 +156,7 @@ class BenchSession:
     def calls(
         self, prompts: Iterable[Prompt], due_s: Iterable[float], salt: str
     ) -> list[TimedCall]:
-        """Requests at their times; their bodies are made when they are sent."""
+        """Requests with their due times; bodies are encoded when sent."""
         return [
             TimedCall(
                 number, at_s, prompt.task, prompt.output_tokens, partial(self._value, prompt, salt)
@@ -171,7 +171,7 @@ class BenchSession:
 def open_session(
     args: argparse.Namespace, slos: Sequence[Slo], progress: ProgressFactory
 ) -> BenchSession:
-    """Looks at the server and builds the workload for its context.
+    """Checks the server and builds the workload for its context length.
 
     Raises ServerError for one that cannot be reached or measured, ConfigError for a workload that
     does not fit it.
@@ -182,7 +182,7 @@ def open_session(
     control = Control(endpoint)
     facts = control.facts()
     model, listed = control.model()
-    told = facts.get("context_length")  # only where the server was started with one
+    told = facts.get("context_length")  # None unless the server was started with one
     context_tokens = told if isinstance(told, int) else listed
     workload = build_workload(args, context_tokens)
     form = _form(args, workload, facts)

@@ -1,8 +1,8 @@
 """`sglang.bench_serving` as a second client: run as a subprocess, its JSON line read.
 
-It waits for each gap after the one before, so that its rate drifts low; it counts latencies from
-when a request was sent, and ITL by events of the stream; prompts go out as chats, so that the model
-needs a tokenizer with a chat template. A result names its client.
+It differs from the builtin client.  It sleeps for each gap after the previous one, so its rate is
+lower than asked.  Latencies count from the sending of a request, and ITL counts stream events.
+Prompts are chats, so the tokenizer needs a chat template.  A result names its client.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MODULE = "sglang.bench_serving"
 class ServingClient:
     """SGLang's own client and its server.
 
-    python: an interpreter that has SGLang.  model: where it finds the tokenizer; by default the
-    server names it.
+    python: an interpreter with SGLang.  model: path or name of the tokenizer; by default the
+    server's.
     """
 
     url: str
@@ -47,7 +47,7 @@ def bench_serving(
 ) -> dict[str, Any]:
     """One point, measured by SGLang's own client.
 
-    Raises Unsupported without SGLang there, ServerError when its run fails.
+    Raises Unsupported without SGLang, ServerError when the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-ttft-") as folder:
         requests, out = Path(folder, "requests.jsonl"), Path(folder, "out.jsonl")
@@ -64,7 +64,7 @@ def bench_serving(
 
 
 def read_point(path: Path, slos: Sequence[Slo]) -> dict[str, Any]:
-    """The last line of its output as a point.  Raises ServerError for what is not one."""
+    """Reads a point from the last line of the output.  Raises ServerError if it is invalid."""
     try:
         row = json.loads(path.read_text().splitlines()[-1])
         return _point(row, slos)
@@ -127,7 +127,7 @@ def _point(row: dict[str, Any], slos: Sequence[Slo]) -> dict[str, Any]:
             for slo, count in met.items()
         },
         "cached": _cached(row.get("cache_report") or {}),
-        # Not known: nothing here tells when requests ended.
+        # Unknown: the output has no times at which requests ended.
         "unstable": None,
     }
 

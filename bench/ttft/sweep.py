@@ -15,12 +15,12 @@ Measure = Callable[[float, int], Point]
 Condition = Callable[[Sequence[Point]], bool]
 
 ATTAINMENT_MIN = 0.9
-#: Finer than this, rates of four digits would repeat.
+#: With a finer tolerance, rates rounded to four digits would repeat.
 _TOLERANCE_MIN = 0.01
 
 
 class Stopped(Exception):
-    """A measurement ended early.  point: what was found until then; reason: why."""
+    """A measurement ended early.  point: its partial result.  reason: the cause."""
 
     def __init__(self, point: Point, reason: str, *, interrupted: bool = False) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class Stopped(Exception):
 class Sweep:
     """Points by rate, measured once each, with the same seeds.
 
-    Points are kept as they come, so that an interruption leaves what was measured.
+    Points are kept as they end, so that an interruption does not lose them.
     """
 
     measure: Measure
@@ -40,7 +40,7 @@ class Sweep:
     points: list[Point] = field(default_factory=list)
 
     def at(self, rate: float) -> list[Point]:
-        """All seeds of a rate, measured now if they were not."""
+        """Points of all seeds of a rate; measures those that are missing."""
         known = {(point["rate"], point["seed"]): point for point in self.points}
         found = []
         for seed in self.seeds:
@@ -51,7 +51,7 @@ class Sweep:
         return found
 
     def _measure(self, rate: float, seed: int) -> Point:
-        """A new point; what a stopped measurement found is kept, too."""
+        """Measures a point and keeps it, also if partial."""
         try:
             point = {"rate": rate, "seed": seed, **self.measure(rate, seed)}
         except Stopped as stopped:
@@ -61,11 +61,11 @@ class Sweep:
         return point
 
     def max_rate(self, condition: Condition, *, tolerance: float, rate_max: float) -> Point:
-        """The highest rate that meets the condition, and the one that is known to fail above it.
+        """The highest rate that meets the condition, and the lowest higher one that failed.
 
-        Starts from the rates that were measured, doubles until one fails, and halves the ratio of
-        the two until it is below 1 + tolerance.  `at_least`: none failed up to `rate_max`.
-        `rate` is None when not even about a sixteenth of the lowest given rate passes.
+        Starts from the measured rates, doubles until one fails, and bisects (geometric mean) until
+        the ratio of both is below 1 + tolerance.  `at_least`: no rate up to `rate_max` failed.
+        `rate` is None if even about a sixteenth of the lowest given rate fails.
         """
         tolerance, rate_max = max(tolerance, _TOLERANCE_MIN), _rounded(rate_max)
         rates = sorted({point["rate"] for point in self.points})
@@ -90,12 +90,12 @@ class Sweep:
 
 
 def _rounded(rate: float) -> float:
-    """A rate that can be written down."""
+    """The rate, rounded to four digits."""
     return float(f"{rate:.4g}")
 
 
 def mean_ttft_within(limit_ms: float) -> Condition:
-    """Mean TTFT over all seeds at most `limit_ms`, nothing failed or partial, no growing queue."""
+    """Mean TTFT over seeds is at most `limit_ms`; no failure, partial point or growing queue."""
 
     def holds(points: Sequence[Point]) -> bool:
         if not _usable(points) or any(point["failed"] for point in points):
@@ -107,7 +107,7 @@ def mean_ttft_within(limit_ms: float) -> Condition:
 
 
 def attained(slo: str) -> Condition:
-    """ATTAINMENT_MIN of the requests that were sent met the SLO, on the mean over seeds."""
+    """On average over seeds, a share of at least ATTAINMENT_MIN of sent requests met the SLO."""
 
     def holds(points: Sequence[Point]) -> bool:
         shares: list[float] = [point["slo"][slo]["attainment"] for point in points]
@@ -117,7 +117,7 @@ def attained(slo: str) -> Condition:
 
 
 def by_rate(points: Sequence[Point]) -> list[Point]:
-    """One row per rate: means over seeds with their 95 % intervals, in order of rates."""
+    """One row per rate, sorted: means over seeds with their 95 % intervals."""
     rows = []
     for rate in sorted({point["rate"] for point in points}):
         of_rate = [p for p in points if p["rate"] == rate]

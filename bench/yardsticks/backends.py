@@ -1,8 +1,8 @@
 """Backends for MLPerf Storage's KV-cache benchmark: Tutti, and files by O_DIRECT.
 
 The benchmark (mlcommons/storage, kv_cache_benchmark) writes, reads and deletes whole entries by
-name.  It counts a hit before it reads and ignores errors of reads, so `Counted` counts what really
-happened around any of its backends, its own one included.
+name.  It counts a hit before it reads and ignores read errors, so `Counted` wraps every backend,
+also the benchmark's own, and counts actual results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tutti.errors import CapacityError, DeviceTimeout, MediumError, PoolClosed
 from tutti.gio_uring.memory import HostBuffer
 
 Bytes = npt.NDArray[np.uint8]
-#: The benchmark's IOTiming: seconds in all, of the device, of the host.
+#: The benchmark's IOTiming: seconds in total, of the device, of the host.
 Timing = Callable[[float, float, float], Any]
 
 PAGE_NBYTES = MiB
-CHUNKS = 4  # entries that move at a time; more wait
+CHUNKS = 4  # entries transferred at a time; further ones wait
 CHUNK_NBYTES = 128 * MiB
 _CHUNK_PAGES = CHUNK_NBYTES // PAGE_NBYTES
 _BLOCK_NBYTES = 4096
@@ -42,7 +42,7 @@ _WAIT_S = 60.0
 
 @dataclass
 class Counts:
-    """What a backend really did.  wrong: entries whose bytes were not those that were written."""
+    """Actual results of a backend.  wrong: entries whose bytes differ from those written."""
 
     reads: int = 0
     read_nbytes: int = 0
@@ -56,9 +56,9 @@ class Counts:
 
 
 class Counted:
-    """Passes the benchmark's calls on to a backend, counts them and compares checksums.
+    """Forwards the benchmark's calls to a backend, counts them and compares checksums.
 
-    Checksums are computed outside of the times that a backend reports.  Thread-safe.
+    The times that a backend reports exclude checksums.  Thread-safe.
     """
 
     def __init__(self, backend: Any, folder: str) -> None:
@@ -71,7 +71,7 @@ class Counted:
         self._ended = False
 
     def write(self, key: str, data: npt.NDArray[Any]) -> Any:
-        """Stores an entry; how long that took."""
+        """Stores an entry; returns its IOTiming."""
         checksum = _checksum(data)
         with self._call():
             timing = self._backend.write(key, data)
@@ -80,7 +80,7 @@ class Counted:
         return timing
 
     def read(self, key: str) -> Any:
-        """An entry and how long that took."""
+        """Returns (entry, IOTiming)."""
         with self._call():
             data, timing = self._backend.read(key)
         wrong = _checksum(data) != self._sums.get(key)
@@ -97,7 +97,7 @@ class Counted:
             self.delete(key)
 
     def finish(self) -> Counts:
-        """Ends the calls that are under way and returns the counts; later calls fail uncounted."""
+        """Waits for running calls and returns the counts; later calls fail uncounted."""
         with self._idle:
             self._ended = True
             counts = replace(self._counts)
@@ -133,14 +133,14 @@ class Counted:
                 setattr(self._counts, name, getattr(self._counts, name) + number)
 
 
-#: Moves bytes of an entry: the first of them, how many, whether they are the last.
+#: Transfers bytes of an entry: (offset, number of bytes, whether they are the last).
 Move = Callable[[int, int, bool], None]
 
 
 class Entries(ABC):
-    """Entries that move piece by piece through chunks of transfer memory.
+    """Entries that are transferred piece by piece through chunks of transfer memory.
 
-    The benchmark hands over and takes arrays of its own, so each byte is copied once.
+    The benchmark passes and expects its own arrays, so each byte is copied once.
     """
 
     def __init__(self, timing: Timing) -> None:
@@ -175,7 +175,7 @@ class Entries(ABC):
 
     @abstractmethod
     def _open(self, key: str, chunk: int, *, is_write: bool) -> AbstractContextManager[Move]:
-        """What moves the entry from or to the beginning of a chunk."""
+        """Gives a function that transfers pieces between the entry and the start of a chunk."""
 
     def _move(self, key: str, data: Bytes, *, is_write: bool) -> Any:
         begin_s, device_s = time.perf_counter(), 0.0
@@ -199,9 +199,9 @@ class Entries(ABC):
 
 
 class PoolEntries(Entries):
-    """Entries as chains of pages of a Tutti pool; what the last page has beyond it is not read.
+    """Entries as chains of pages of a Tutti pool; the last page's padding is not returned.
 
-    choices: of tutti.open.
+    choices: options of tutti.open.
     """
 
     def __init__(self, timing: Timing, folder: str, capacity_nbytes: int, **choices: Any) -> None:
@@ -240,7 +240,7 @@ class PoolEntries(Entries):
         yield put if is_write else load
 
     def _keys(self, key: str, start: int, nbytes: int) -> Keys:
-        """Of the pages that these bytes of an entry lie in."""
+        """Keys of the pages that contain these bytes of an entry."""
         numbers = range(start // PAGE_NBYTES, -(-(start + nbytes) // PAGE_NBYTES))
         names = [f"{key} {number}".encode() for number in numbers]
         return tutti.object_keys(self._store.layout.fingerprint, names)

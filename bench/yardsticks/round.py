@@ -2,7 +2,7 @@
 
     python -m tutti.bench.yardsticks.round < plan.json
 
-The benchmark runs by its own command line; only the class that it stores its entries in is another.
+The benchmark runs with its own command line; only its storage class is replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tutti.bench.yardsticks.backends import Counted, DirectEntries, PoolEntries
 
 #: `tutti-at-once` issues puts at once; by default they yield to loads.
 SYSTEMS = ("tutti", "tutti-at-once", "shipped", "direct")
-_ROOM = 1.25  # padding, and entries that the benchmark lets in above its limit
+_ROOM = 1.25  # for padding, and for entries that the benchmark admits above its limit
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """checkout: folder that has the package kv_cache.  arguments: of the benchmark's command.
+    """checkout: folder that contains the package kv_cache.  arguments: of the benchmark's command.
 
-    members_file: of the control group that bounds memory; empty for none.
+    members_file: cgroup.procs of the control group that limits memory; empty for none.
     """
 
     system: str
@@ -41,7 +41,7 @@ class RoundPlan:
 
     @property
     def output(self) -> Path:
-        """Where the benchmark writes its result."""
+        """Path of the benchmark's result."""
         return Path(self.folder) / "result.json"
 
 
@@ -69,7 +69,7 @@ def make_backend(plan: RoundPlan, backends: Any) -> Counted:
 
 
 def run_round(plan: RoundPlan) -> dict[str, Any]:
-    """Runs the benchmark: its own summary, and what was counted and used meanwhile."""
+    """Runs the benchmark: returns its summary, the backend's counts, and used resources."""
     if plan.members_file:
         Path(plan.members_file).write_text(str(os.getpid()))
     sys.path.insert(0, plan.checkout)

@@ -1,4 +1,4 @@
-"""MLPerf Storage's KV-cache benchmark on Tutti, on its own backend, and on that one made fair.
+"""MLPerf Storage's KV-cache benchmark on Tutti, on its own backend, and on comparable files.
 
     python -m tutti.bench.yardsticks.run --kv-cache FOLDER --dir /mnt/nvme --out result.json
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def revision_of(folder: str) -> dict[str, str]:
-    """Which revision of the benchmark a folder holds.  Raises ConfigError for an unknown one."""
+    """Revision of the benchmark in a folder.  Raises ConfigError for an unknown one."""
     package = Path(folder) / "kv_cache"
     if not package.is_dir():
         raise ConfigError(
@@ -76,7 +76,7 @@ def revision_of(folder: str) -> dict[str, str]:
 
 
 def _tree(package: Path) -> str:
-    """Git's name of a folder of sources (git-hash-object(1), git-mktree(1))."""
+    """Git's tree id of a folder of sources (git-hash-object(1), git-mktree(1))."""
     rows = b""
     for file in sorted(package.glob("*.py")):
         mode = b"100755" if file.stat().st_mode & 0o100 else b"100644"
@@ -89,7 +89,7 @@ def _git_hash(kind: bytes, content: bytes) -> bytes:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures; the result for JSON.  Raises TuttiError."""
+    """Measures, and returns the result for JSON.  Raises TuttiError."""
     if args.rounds < 1 or args.seconds < 1 or args.users < 1:
         raise ConfigError("give at least one round, one second and one user")
     if not Path(args.dir).is_dir():
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def _limit_memory(stack: ExitStack, nbytes: int) -> tuple[str, str]:
-    """Where the process of a round joins the limit, and what the limit is."""
+    """(members file of the limiting control group, description of the limit)."""
     try:
         group = stack.enter_context(memory_group("kv-cache"))
     except Unsupported as error:

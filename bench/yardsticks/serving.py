@@ -1,15 +1,15 @@
-"""SGLang's own clients against a server of each system: what they count as hits, and from where.
+"""SGLang's own clients against a server of each system: their hits, by source.
 
     python -m tutti.bench.yardsticks.serving --model FOLDER --dir /mnt/nvme --out serving.json
 
 The Python that runs it has SGLang.  A server of each system is started as `tutti bench serve` does,
-anew in each pass and with an empty folder; passes take the systems in rotated order, and numbers
-are medians over them.  After a warm-up that is discarded a server is asked by `bench_serving` with
-groups of shared prefixes; by the same prompts again after a flush of the server's own caches, so
-that what hits comes from storage; by SGLang's multi-turn test, which refuses less than every page
-of the turns before; and by conversations of `tutti bench ttft`.  `--bench-multiturn` names SGLang's
-benchmark/hicache/bench_multiturn.py, which its packages lack, to be run twice as well.  With
-`--small-capacity` systems that keep to a capacity are asked once more with one that evicts.
+anew in each pass and with an empty folder.  Passes rotate the order of systems; numbers are medians
+over passes.  After a discarded warm-up these clients follow: `bench_serving` with groups of shared
+prefixes; the same prompts again after a flush of the server's own caches, so that hits come from
+storage; SGLang's multi-turn test, which fails unless all pages of earlier turns hit; and
+conversations of `tutti bench ttft`.  `--bench-multiturn` adds two runs of a copy of SGLang's
+benchmark/hicache/bench_multiturn.py, which is not in its packages.  `--small-capacity` adds a run
+with eviction for the systems that respect a capacity.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ SOURCES = ("device", "host", "storage", "total")
 SCRIPT = "https://github.com/sgl-project/sglang, benchmark/hicache/bench_multiturn.py"
 _UP_S, _END_S, _POLL_S = 600.0, 120.0, 0.3
 _SETTLE_S = 1.5  # for write-through
-_GONE_S = 10.0  # until a server that broke off is known to have ended
-_COUNTED_S = 11.0  # a linker counts evictions every ten seconds
+_GONE_S = 10.0  # wait for the exit of a server whose connection broke
+_COUNTED_S = 11.0  # a linker publishes evictions every ten seconds
 _DATA_WORDS = 4000
-_LINES = 3  # of a log, as a reason
+_LINES = 3  # last lines of a log, shown as the reason of a failure
 _SETTINGS = (
     *("groups", "prompts", "prefix_tokens", "question_tokens", "clients", "rounds"),
     *("output_tokens", "rate", "seed", "passes", "page_size", "dram", "capacity"),
@@ -61,7 +61,7 @@ _METRIC = re.compile(
     r"\{([^}]*)\} ([0-9.e+]+)$",
     re.MULTILINE,
 )
-#: Systems whose storage keeps to its capacity; docs/benchmarks.md has the others.
+#: Systems whose storage respects its capacity; docs/benchmarks.md lists the others.
 _BOUNDED = ("hicache-file", "tutti-hicache", "tutti-linker")
 
 
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Measures; the result for JSON.  Raises TuttiError."""
+    """Measures, and returns the result for JSON.  Raises TuttiError."""
     counts = (args.groups, args.prompts, args.clients, args.rounds, args.output_tokens, args.passes)
     if min(*counts, args.prefix_tokens, args.question_tokens) < 1 or args.rate <= 0:
         raise ConfigError("every count and the rate must be positive")
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One life of a server.  small: its storage evicts."""
+    """One start of a server.  small: its storage is so small that it evicts."""
 
     system: str
     capacity: str
@@ -156,7 +156,7 @@ class Cell:
 
 
 def plan_of(systems: Sequence[str], args: argparse.Namespace) -> list[Cell]:
-    """Passes over the systems, each with another one first; small storages once, at the end."""
+    """Passes over the systems in rotated order, and at the end once with small storages."""
     order = [name for turn in range(args.passes) for name in in_turn(systems, turn)]
     small = [name for name in systems if args.small_capacity and name in _BOUNDED]
     return [
@@ -166,7 +166,7 @@ def plan_of(systems: Sequence[str], args: argparse.Namespace) -> list[Cell]:
 
 
 def medians(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each step's numbers; a test that failed once has failed.  With every pass as it was."""
+    """Medians of each step's numbers, and all passes.  Failed passes of a step count alone."""
     found: dict[str, Any] = {"server": passes[0]["server"], "passes": list(passes)}
     for step in (name for name in STEPS if name in passes[0]):
         runs = [one[step] for one in passes]
@@ -177,7 +177,7 @@ def medians(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _middle(values: Sequence[Any]) -> Any:
-    """The median that occurred, of counts and times alike; what is not a number is the first."""
+    """The median, as one of the values, for counts too; for other types the first value."""
     is_number = not isinstance(values[0], bool | str)
     return sorted(values)[(len(values) - 1) // 2] if is_number else values[0]
 
@@ -187,7 +187,7 @@ def _file_facts(file: Path | None) -> dict[str, str]:
 
 
 def _life(cell: Cell, args: argparse.Namespace, clients: Clients, texts: Path) -> dict[str, Any]:
-    """One server, asked by each client."""
+    """Starts one server and runs each client."""
     with (
         tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as made,
         _server(cell, args, Path(made)) as (port, facts),
@@ -210,7 +210,7 @@ def _life(cell: Cell, args: argparse.Namespace, clients: Clients, texts: Path) -
 
 
 def _texts(seed: int) -> list[dict[str, Any]]:
-    """Conversations in ShareGPT's format, of numbers as words."""
+    """Conversations in ShareGPT's format, with numbers as words."""
     rng = random.Random(seed)
 
     def words() -> str:
@@ -221,7 +221,7 @@ def _texts(seed: int) -> list[dict[str, Any]]:
 
 
 def counters(control: Control) -> dict[str, float]:
-    """Prompt tokens, and cached ones by their source, as the server has counted them."""
+    """The server's counters of prompt tokens, and of cached ones by source."""
     status, text = control.call("GET", "/metrics")
     if status != 200:
         raise ServerError(f"the server has no /metrics (status {status}); see its log")
@@ -229,7 +229,7 @@ def counters(control: Control) -> dict[str, float]:
 
 
 def read_counters(text: str) -> dict[str, float]:
-    """`counters`, from Prometheus's text; what was evicted as well, of tokens the first rank's."""
+    """Parses `counters` from Prometheus's text, and evicted tokens (of the first rank)."""
     found = dict.fromkeys(("prompt", *SOURCES, "evicted_tokens", "evicted_objects"), 0.0)
     for name, labels, value in _METRIC.findall(text):
         source = re.search(r'cache_source="(\w+)"', labels)
@@ -241,7 +241,7 @@ def read_counters(text: str) -> dict[str, float]:
 
 
 def hits(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Tokens of prompts in between, where their KV came from, and how many the pool evicted."""
+    """Prompt tokens between two readings, cached ones by source, and evicted ones."""
     tokens = {name: int(after[name] - before[name]) for name in after}
     cached, prompt = sum(tokens[name] for name in SOURCES), tokens["prompt"]
     return {
@@ -253,7 +253,7 @@ def hits(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
 
 
 def _last(text: str) -> str:
-    """The end of a log; the server's own line comes after the reason of a process beside it."""
+    """Last lines of a log.  A daemon's failure comes before the server's own line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-_LINES:]) or "it said nothing"
 
@@ -262,7 +262,7 @@ def _last(text: str) -> str:
 def _server(
     cell: Cell, args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Port and facts of a server of `tutti bench serve`, which is ended afterwards."""
+    """Starts `tutti bench serve`, gives (port, facts), and ends it afterwards."""
     info, log, port = folder / "info.json", folder / "log", _free_port()
     words = ["bench", "serve", cell.system, "--model", args.model, "--dir", str(folder / "kv")]
     words += ["--capacity", cell.capacity, "--dram", args.dram, "--page-size", str(args.page_size)]
@@ -306,7 +306,7 @@ HEAD = (
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The table below HEAD: tokens by where their KV was, as the server counted them."""
+    """The table below HEAD: the server's counts of tokens by the source of their KV."""
     rows = []
     for system, cell in result["systems"].items():
         for step, name in STEPS.items():
@@ -327,10 +327,10 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def hit_notes(result: dict[str, Any]) -> list[str]:
-    """Which systems found less than is possible in a step of any pass, or more.
+    """Notes on systems whose hits differ from the possible ones in a step of any pass.
 
-    Not of bench_serving's first run, where requests of a group overlap, and not of a storage that
-    is too small: these may only not find more.
+    In bench_serving's first run, where requests of a group overlap, and with small storage, fewer
+    hits are expected, so only more are noted.
     """
     lines, good = [], []
     for title, cell in result["systems"].items():
@@ -352,7 +352,7 @@ def hit_notes(result: dict[str, Any]) -> list[str]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say.  Its "evicted" are tokens of SGLang's own KV pool."""
+    """Notes below the table.  Its "evicted" are tokens of SGLang's own KV pool."""
     settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items() if value)
     ranks = {cell["server"].get("tp_size", 1) for cell in result["systems"].values()}
     passes = {name: len(cell.get("passes", [cell])) for name, cell in result["systems"].items()}

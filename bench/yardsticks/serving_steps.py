@@ -1,7 +1,7 @@
-"""What a server is asked by `serving`: each step is a client with its arguments.
+"""The steps of `serving`: each runs a client with its arguments against a server.
 
-With each answer goes `possible_tokens`, computed from the prompts alone: how many of their tokens a
-cache finds that loses nothing and shares whole pages.
+Each result has `possible_tokens`, computed from the prompts alone: the tokens that hit in a cache
+that loses nothing and shares whole pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tutti.bench.ttft.workloads.chat import generate_chats
 from tutti.bench.ttft.workloads.prompt import IDS, Renderer
 from tutti.bench.yardsticks.sglang_clients import Clients
 
-#: Names of steps as people read them.
+#: Titles of steps.
 STEPS = {
     "first": "bench_serving",
     "again": "the same after a flush",
@@ -35,20 +35,20 @@ STEPS = {
     "bench_multiturn": "bench_multiturn",
     "bench_multiturn_again": "bench_multiturn after a flush",
 }
-#: Of a cell whose storage is too small: what it lost shows when all is asked for again.
+#: Steps with too small a storage: the second one shows the loss.
 SMALL_STEPS = ("first", "again")
 _MULTITURN_TEST = "sglang.test.kits.cache_hit_kit.run_multiturn_cache_hit_test"
 _REQUEST_S = 300.0
-_VOCABULARY = 1000  # every model knows as many
-_TURN_SCALE = 0.25  # of questions: long turns of 256 tokens, for a context of 4096
+_VOCABULARY = 1000  # no model's is smaller
+_TURN_SCALE = 0.25  # factor on questions: long turns have 256 tokens, for a context of 4096
 _WARM_SEED = 1_000_003
-#: A step: what it answered.
+#: A step: runs a client and returns its result.
 Step = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server to ask: its port, the clients, a folder for what they write, and texts for them."""
+    """A server under test: its port, the clients, a folder for their output, and their texts."""
 
     port: int
     clients: Clients
@@ -78,16 +78,16 @@ def steps_of(target: Target, *, small: bool) -> dict[str, Step]:
 
 
 def warm_up(target: Target) -> None:
-    """A few prompts of their own, whose numbers are discarded."""
+    """Sends a few unique prompts, whose numbers are discarded."""
     given = {**vars(target.args), "groups": 2, "prompts": 1, "seed": _WARM_SEED}
     _bench_serving(replace(target, args=argparse.Namespace(**given)))
 
 
 def _bench_serving(target: Target, *, stored: bool = False) -> dict[str, Any]:
-    """`bench_serving` with its groups of shared prefixes, in an order of its own.
+    """Runs `bench_serving` with groups of shared prefixes, in its own order.
 
-    stored: every prompt was there before.  Else the first one of each group finds nothing; the
-    others may find less than is possible, because they may come before it has ended.
+    stored: every prompt was sent before.  Otherwise the first one of each group misses, and the
+    others may hit less than possible, because they may arrive before it has ended.
     """
     args, out = target.args, target.folder / "bench_serving.jsonl"
     out.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def _bench_serving(target: Target, *, stored: bool = False) -> dict[str, Any]:
 
 
 def _turns(target: Target) -> dict[str, Any]:
-    """SGLang's multi-turn test: whether every turn found all pages of the one before."""
+    """SGLang's multi-turn test: whether all pages of the previous turn hit in every turn."""
     args = target.args
     given = {
         "base_url": target.url,
@@ -142,7 +142,7 @@ def _turns(target: Target) -> dict[str, Any]:
 
 
 def _chat(target: Target, name: str, scale: float, *, stored: bool = False) -> dict[str, Any]:
-    """A conversation's turns of `tutti bench ttft`, one request at a time: counts repeat.
+    """Turns of `tutti bench ttft`, one request at a time, so that counts are reproducible.
 
     stored: every prompt was there before.
     """
@@ -186,7 +186,7 @@ def _bench_multiturn(target: Target, *, stored: bool = False) -> dict[str, Any]:
     words += ["--request-length", args.prefix_tokens // 2]
     words += ["--max-parallel", 1, "--ready-queue-policy", "fifo"]
     words += ["--output-length", args.output_tokens, "--request-rate", args.rate]
-    # Not the texts of the multi-turn test: storage has them.
+    # Other texts than in the multi-turn test, whose texts are stored.
     words += ["--disable-auto-run", "--seed", args.seed + 1, "--log-file", log]
     target.clients.program(str(args.bench_multiturn.resolve()), *words)
     summary = _last_row(log)["summary"]
@@ -200,9 +200,10 @@ def _bench_multiturn(target: Target, *, stored: bool = False) -> dict[str, Any]:
 
 
 def _of_turns(args: argparse.Namespace, *, stored: bool = False) -> int:
-    """Of turns that each hold the one before and its answer, whose last token has no KV.
+    """Possible hits of turns that each contain the previous turn and its answer, whose last token
+    has no KV.
 
-    stored: every turn was there before; its last token is always computed.
+    stored: every turn was sent before; its last token is always computed.
     """
     turn = args.prefix_tokens // 2 + args.output_tokens
     first = turn - args.output_tokens if stored else turn
@@ -211,7 +212,7 @@ def _of_turns(args: argparse.Namespace, *, stored: bool = False) -> int:
 
 
 def found_by_all(prompts: Sequence[Sequence[int]], page_size: int) -> int:
-    """Of prompts one after the other; the last token of each is always computed."""
+    """Possible hits of sequential prompts; the last token of each is always computed."""
     seen: set[tuple[int, ...]] = set()
     found = 0
     for ids in prompts:

@@ -1,9 +1,9 @@
-"""SGLang's own clients in one process that stays: its packages take seconds to import.
+"""SGLang's own clients in one long-lived process, because its packages take seconds to import.
 
     python -m tutti.bench.yardsticks.sglang_clients
 
-reads a line of JSON for each run (a module, a script, or a function with its arguments) and answers
-with one.  `Clients` starts it, asks it, and ends it when an answer is late.
+reads a line of JSON for each run (a module, a script, or a function with its arguments) and writes
+a line of JSON as the answer.  `Clients` starts it, and ends it if an answer is late.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Clients:
             raise ServerError(f"{Path(name).name} failed: {answer['error']}: {answer['why']}")
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What a run answered.  Raises ServerError when the process ended, DeviceTimeout."""
+        """Returns a run's answer.  Raises ServerError if the process ended, DeviceTimeout."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
@@ -72,7 +72,7 @@ class Clients:
         return answer
 
     def _start(self) -> subprocess.Popen[str]:
-        """What SGLang caches for itself goes with the folder."""
+        """SGLang's own cache files are in the temporary folder, which is deleted."""
         with (self._home / "clients.log").open("w") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -91,7 +91,7 @@ class Clients:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Runs one client; if it fails, its own output has the reason."""
+    """Runs one client; on failure its output contains the reason."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -116,7 +116,7 @@ def _run(question: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Answers until its input ends; what clients print does not mix with the answers."""
+    """Answers until the input ends; output of clients is kept apart from answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

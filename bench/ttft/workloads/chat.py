@@ -1,7 +1,7 @@
 """Conversations: each turn's prompt holds all turns before it, questions and answers.
 
-Turns of many conversations are mixed, those of one stay in order.  Answers within prompts are
-generated here: a server that answers differently hits only what was prompted before.
+Turns of many conversations are mixed; those of one stay in order.  Answers within prompts are
+generated here, so a server's own answers are not hit: only earlier prompts are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Conversation:
     """A kind of conversation; tokens and turns are means.
 
     spread: sigma of the logarithm of tokens, 0 for fixed lengths; turns vary with it as well.
-    users: conversations that go on at once.  system: tokens that all prompts begin with.
+    users: number of concurrent conversations.  system: tokens of the common system prompt.
     """
 
     turns: float
@@ -44,9 +44,9 @@ REQUESTS = 3000
 def generate_chats(
     name: str, requests: int, seed: int, *, scale: float = 1.0, users: int | None = None
 ) -> list[Prompt]:
-    """So many turns, in order of arrival; a user whose conversation ends begins another.
+    """Generates `requests` turns in order of arrival; a user starts a new conversation after one.
 
-    scale: multiplies the lengths of questions.  users: instead of those of the kind.  Raises
+    scale: factor on the lengths of questions.  users: overrides the kind's number.  Raises
     ConfigError for no requests.
     """
     if requests < 1:
@@ -82,6 +82,6 @@ def _turns(
 
 
 def _tokens(mean: float, chat: Conversation, rng: np.random.Generator) -> int:
-    """Log-normal with that mean."""
+    """A log-normal number of tokens with this mean."""
     mu = np.log(mean) - chat.spread**2 / 2
     return max(1, round(float(rng.lognormal(mu, chat.spread))))

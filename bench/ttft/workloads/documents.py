@@ -21,7 +21,7 @@ from tutti.base.checks import open_regular
 from tutti.bench.ttft.workloads.prompt import Prompt, PromptPart, text_part
 from tutti.errors import ConfigError, Unsupported
 
-#: Repositories on the hub; their files are fetched as they are, no script of theirs is run.
+#: Repositories on the hub.  Only data files are fetched; no script is run.
 HUB = {"leval": "L4NLP/LEval", "loogle": "bigai-nlco/LooGLE"}
 
 _PREAMBLE = text_part("Read the document and answer the question that follows it.\n\n")
@@ -35,7 +35,7 @@ _LITERAL_CHARACTERS_MAX = 1 << 22
 
 @dataclass
 class Documents:
-    """Prompts in file order, what was left out and why, and the digest of the files."""
+    """Prompts in file order, numbers of left-out rows by reason, and the digest of the files."""
 
     prompts: list[Prompt] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class Documents:
 
 
 class _Malformed(ValueError):
-    """A row that is not what the format says."""
+    """A row that violates the format."""
 
 
 def load_documents(
@@ -56,8 +56,8 @@ def load_documents(
 ) -> Documents:
     """All questions of `name` ("leval" or "loogle") below a folder, or fetched from the hub.
 
-    tasks: names of files without .jsonl; all without them.
-    Raises ConfigError for missing files and for malformed rows, unless these are to be counted;
+    tasks: names of files without .jsonl; empty for all.
+    Raises ConfigError for missing files, and for malformed rows without `skip_malformed`;
     Unsupported without the hub's client.
     """
     root = _fetched(name) if hub else folder

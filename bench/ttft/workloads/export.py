@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
-    """Builds the workload, describes it, and writes it where asked to."""
+    """Builds the workload, describes it, and writes it to --out if given."""
     if args.out is not None:
         check_writable(args.out)
     workload = build_workload(args)
@@ -79,7 +79,7 @@ def openai_line(prompt: Prompt) -> str:
 def write_lines(
     path: Path, lines: Iterable[str], advance: Callable[[int], object] = lambda n: None
 ) -> int:
-    """Writes lines and returns their bytes; an unfinished file does not stay.
+    """Writes lines and returns their size in bytes; an unfinished file is removed.
 
     Raises CapacityError or another OSError that names the file.
     """

@@ -1,4 +1,4 @@
-"""The order in which questions arrive. It decides how often a cache hits."""
+"""The order in which questions arrive.  It determines the hit rate of a cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ORDERS = (SHUFFLED, ROUND_ROBIN, DOCUMENTS, AS_GIVEN)
 
 
 def arrange(prompts: Sequence[Prompt], order: str, requests: int, seed: int) -> list[Prompt]:
-    """`requests` prompts; they are repeated when there are too few, in a new order each time.
+    """Returns `requests` prompts; if there are fewer, they repeat, each time in a new order.
 
-    shuffled: all questions at random.  round-robin: one of each task in turn, random within a
-    task; a task that is through starts again.  documents: one of each task in turn, and within a
-    task all questions of a document before the next.  as-given: as the source has them.
-    Raises ConfigError when there is nothing to arrange.
+    shuffled: all questions in random order.  round-robin: one of each task in turn, random within
+    a task; an exhausted task starts again.  documents: one of each task in turn, and within a task
+    all questions of a document before the next one.  as-given: in the order of the source.
+    Raises ConfigError for no prompts.
     """
     if not prompts or requests < 1:
         raise ConfigError("no prompts are left; allow a longer context or name other tasks")

@@ -13,15 +13,15 @@ from functools import lru_cache
 
 import numpy as np
 
-#: Characters of English text in a token of today's large vocabularies, roughly.  Lengths of real
-#: texts are estimated with it; a server's own counts replace them in results.
+#: Estimated characters of English text per token of a large vocabulary.  Lengths of real texts
+#: are estimated with it; results use the server's own counts instead.
 CHARACTERS_PER_TOKEN = 4.2
 IDS, TEXT = "ids", "text"
 FORMS = (IDS, TEXT)
 
 _SALT_TOKENS = 16
 _PARTS_KEPT = 16_384
-#: Common words that large vocabularies hold as one token with the space before.
+#: Common words that are one token, with the space before, in large vocabularies.
 _COMMON_WORDS = """
 time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work
@@ -34,7 +34,7 @@ _WORDS = _COMMON_WORDS.split()
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A piece of a prompt.  tokens: exact where it is generated, estimated where text is given."""
+    """A piece of a prompt.  tokens: exact if generated, estimated if given as text."""
 
     name: str
     tokens: int
@@ -45,7 +45,7 @@ class PromptPart:
 class Prompt:
     """One request of a workload.
 
-    task: the subset it comes from.  document: the name of what it shares with other prompts.
+    task: the data set's subset.  document: name of the part that it shares with other prompts.
     arrival_ms: time of arrival in a trace.
     """
 
@@ -68,7 +68,7 @@ def text_part(text: str) -> PromptPart:
 
 
 def salted(prompt: Prompt, salt: str) -> tuple[PromptPart, ...]:
-    """The prompt's parts behind one that only this salt has: nothing stored before can hit.
+    """The prompt's parts after one that is unique to this salt, so that no stored KV can hit.
 
     An empty salt changes nothing.
     """
@@ -81,7 +81,7 @@ def salted(prompt: Prompt, salt: str) -> tuple[PromptPart, ...]:
 class Renderer:
     """Makes the JSON value of prompts: a list of token ids below `vocabulary`, or a string.
 
-    Parts are encoded once and joined, so that a long prompt costs a copy when it is sent.
+    Parts are encoded once and joined, so that sending a long prompt costs only a copy.
     """
 
     def __init__(self, form: str, vocabulary: int = 32_000) -> None:
@@ -91,7 +91,7 @@ class Renderer:
         self._encode = lru_cache(maxsize=_PARTS_KEPT)(self._ids if form == IDS else _text)
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:
-        """Encodes the longest parts ahead, so that no request is late because of its own making."""
+        """Encodes the longest parts in advance, so that encoding does not delay requests."""
         parts = {part for prompt in prompts for part in prompt.parts}
         for part in sorted(parts, key=lambda part: -part.tokens)[:_PARTS_KEPT]:
             self._encode(part)
@@ -104,7 +104,7 @@ class Renderer:
         return b'"' + b"".join(pieces) + b'"'
 
     def _ids(self, part: PromptPart) -> bytes:
-        """Ids drawn from the name alone; special ids are taken to be in the first eighth."""
+        """Ids that depend only on the name; the first eighth is avoided, for special ids."""
         seed = int.from_bytes(hashlib.sha1(part.name.encode()).digest()[:8], "little")
         rng = np.random.default_rng(seed)
         ids = rng.integers(self._vocabulary // 8, self._vocabulary, part.tokens)
@@ -135,7 +135,7 @@ def block_ids(prompts: Sequence[Prompt], block_tokens: int) -> list[list[int]]:
 def _blocks(
     parts: Iterable[PromptPart], block_tokens: int
 ) -> Iterable[tuple[tuple[str, int, int], ...]]:
-    """Each block as (name, first token, end) of the pieces of parts that it holds."""
+    """Yields each block as (name, first token, end) of the parts' pieces in it."""
     spans: list[tuple[str, int, int]] = []
     room = block_tokens
     for part in parts:

@@ -1,4 +1,4 @@
-"""A whole workload: where its prompts come from, what was left out, in which order they arrive."""
+"""A whole workload: the source of its prompts, left-out prompts, and order of arrival."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tutti.errors import ConfigError
 
 MOONCAKE = "mooncake"
 NAMES = (*TABLES, *(f"{name}-synthetic" for name in (*TABLES, *CHATS)), MOONCAKE)
-#: Requests and order when nothing else is asked for.
+#: Default number of requests, and order.
 _DEFAULTS = {"leval": (3000, SHUFFLED), "loogle": (4000, ROUND_ROBIN)}
 _HIT_BLOCK_TOKENS = 64
 
@@ -40,7 +40,7 @@ class Workload:
     source_sha256: str = ""
 
     def digest(self) -> str:
-        """Names the prompts and their order: equal digests are the same requests."""
+        """Digest of the prompts and their order: equal digests mean equal requests."""
         state = hashlib.sha256()
         for prompt in self.prompts:
             names = ",".join(f"{part.name}:{part.tokens}" for part in prompt.parts)
@@ -48,7 +48,7 @@ class Workload:
         return state.hexdigest()[:16]
 
     def facts(self) -> dict[str, Any]:
-        """What a result says about it."""
+        """Description of the workload for a result."""
         lengths = [prompt.input_tokens for prompt in self.prompts]
         outputs = [prompt.output_tokens for prompt in self.prompts]
         return {
@@ -67,7 +67,7 @@ class Workload:
         }
 
     def hit_rates(self, capacities_tokens: Sequence[int]) -> dict[str, float]:
-        """Share of whole 64-token blocks that plain LRU of so many tokens serves as a prefix."""
+        """Share of whole 64-token blocks that LRU serves as a prefix, by its capacity in tokens."""
         blocks = [
             ids[: prompt.input_tokens // _HIT_BLOCK_TOKENS]
             for ids, prompt in zip(
@@ -82,7 +82,7 @@ class Workload:
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to send, and in which order."""
+    """Options: prompts and their order."""
     option = options(parser.add_argument_group("workload"))
     option(
         "--workload NAME",
@@ -108,8 +108,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def build_workload(args: argparse.Namespace, context_tokens: int | None = None) -> Workload:
     """The workload that the arguments describe.
 
-    context_tokens: of the server that will get it; the smaller of it and --context-tokens counts.
-    Raises ConfigError for arguments that do not fit and when nothing is left.
+    context_tokens: context length of the server; the smaller of it and --context-tokens counts.
+    Raises ConfigError for contradictory arguments and if no prompt is left.
     """
     if args.scale <= 0:
         raise ConfigError(f"--scale is {args.scale}; it must be positive")

@@ -1,4 +1,4 @@
-"""Prompts with the lengths of LEval and LooGLE, where the data is not there.
+"""Prompts with the lengths of LEval and LooGLE, for machines without the data sets.
 
 Documents and questions are counts of the papers' tables (LEval: An et al., arXiv 2307.11088;
 LooGLE: Li et al., arXiv 2311.04939), `mean` and `tokens_max` their document lengths. The spread
@@ -20,9 +20,9 @@ _PREAMBLE_TOKENS = 16
 
 @dataclass(frozen=True)
 class TaskShape:
-    """One task: how many documents and questions, and how long they are, in tokens.
+    """One task: numbers of documents and questions, and their lengths in tokens.
 
-    documents_of: tasks with the same name share their documents.
+    documents_of: tasks with the same value share their documents.
     """
 
     task: str
@@ -59,7 +59,7 @@ openreview         20    60  11170   33303  0.45  3.67 1.54  5.80 0.50
 meeting_summ       20   156  16692   33310  0.55  2.47 0.42  4.20 0.39
 review_summ        20   120  19978   22158  0.06  2.89 0.18  4.62 0.58
 """
-# The papers' table has no maxima for LooGLE; four times the mean cuts nothing that matters.
+# The paper's table has no maxima for LooGLE; four times the mean cuts almost nothing.
 # Questions and answers: means of five documents each, and a guessed spread.
 _LOOGLE = """
 summarization     516   516  20887   83548  0.30  2.00 0.00  5.25 0.30
@@ -86,7 +86,7 @@ TABLES = {"leval": LEVAL, "loogle": LOOGLE}
 def generate_documents(
     shapes: tuple[TaskShape, ...], seed: int, *, scale: float = 1.0
 ) -> list[Prompt]:
-    """Every question of every task, in the table's order, drawn from the seed alone.
+    """Generates every question of every task in the table's order; depends only on the seed.
 
     scale: multiplies the lengths of documents, for servers of a small context.
     """
@@ -102,7 +102,7 @@ def generate_documents(
 
 
 def _lengths(shape: TaskShape, rng: np.random.Generator, scale: float) -> list[int]:
-    """Log-normal with the table's mean, cut at the table's maximum."""
+    """Log-normal lengths with the table's mean, cut at the table's maximum."""
     mu = np.log(shape.mean) - shape.sigma**2 / 2
     drawn = np.minimum(rng.lognormal(mu, shape.sigma, shape.documents), shape.tokens_max)
     return [max(1, round(float(tokens) * scale)) for tokens in drawn]
