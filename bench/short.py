@@ -208,8 +208,7 @@ def _call_costs(
     rng: np.random.Generator,
     modelled: bool,
 ) -> dict[str, float]:
-    """Microseconds of this thread for each call, or for the models; waits for all transfers.
-    """
+    """Microseconds of this thread for each call, or for the models; waits for all transfers."""
     pages, clock_ns = np.arange(n), time.thread_time_ns
 
     def first_of(real: Callable[[], Any], model: Callable[[], object]) -> tuple[Any, float]:

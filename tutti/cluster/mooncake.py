@@ -69,7 +69,7 @@ class MooncakeStore:
 
 
 def _own_address(master: str) -> str:
-    """This machine's address on the route to the master."""
+    """Address of this machine on the route to the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master.rpartition(":")[0], _PORT))
         return str(probe.getsockname()[0])

@@ -220,7 +220,7 @@ class _Nvrtc:
 
 
 class Modules(Owned):
-    """This package's device code on one device, with every kernel loaded completely.
+    """The package's device code on one device, with every kernel loaded completely.
 
     Raises what `compile_cubin` and the driver raise.
     """
