@@ -432,7 +432,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
 
     @property
     def _fingerprint(self) -> bytes:
-        """Of all pools together, because one pool's pages are useless without the others'."""
+        """Fingerprint of all pools: one pool's pages are useless without the others'."""
         prints = [
             stored_pool.store.layout.fingerprint for stored_pool in self.stored_pools.values()
         ]

@@ -133,7 +133,7 @@ def _around_loading(original: Callable[..., Any], manager: Any, *args: Any, **kw
 def _if_session(
     changes: Callable[[Any], Any], around: Callable[..., Any] = _around_update
 ) -> Callable[..., Any]:
-    """Applies a hook in some states of SGLang's session: in others it refuses, or has flushed."""
+    """Applies a hook in some states of SGLang's session; in others SGLang refuses or flushed."""
 
     def hook(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         if changes(manager._session):

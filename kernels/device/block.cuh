@@ -1,4 +1,4 @@
-// What the kernels need of a block of threads: shared memory, a clock, a way to wait.
+// Services of a thread block for the kernels: shared memory, a clock, a way to wait.
 //
 // Compiled by NVRTC for the GPU, and by g++ for tests, after a header that implements CUDA's
 // built-ins on fibers.

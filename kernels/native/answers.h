@@ -4,18 +4,18 @@
 #include "allocator.h"
 #include "api.h"
 
-// As tutti_load_plan, and writes the answer if one job moves all pages and every digest to compare
-// is known. plan: in addition, after marks u8[n] and padding up to the next word but one: the size
-// of the answer in bytes (0 for none), and the answer, a whole frame of at most kTuttiAnswerBytes +
-// 8 n (layers + 1) bytes. job: the job's number.
+// Plans like tutti_load_plan, and writes the answer if one job moves all pages and every digest to
+// compare is known. plan: in addition, after marks u8[n] and padding up to the next word but one:
+// the size of the answer in bytes (0 for none), and the answer, a whole frame of at most
+// kTuttiAnswerBytes + 8 n (layers + 1) bytes. job: the job's number.
 TUTTI_API int64_t tutti_load_answer(const tutti_load_tables* tables, const uint8_t* keys,
                                     uint64_t n, uint32_t uses, uint32_t verify, uint64_t job,
                                     uint64_t* plan);
 
 constexpr uint64_t kTuttiAnswerBytes = 96;
 
-// Consecutive keys of a chain. parent: of the first key, 0 for none. number: of the put, for the
-// client; job: the number of its only job.
+// A put of consecutive keys of a chain. parent: the first key's parent, 0 for none. number: the
+// client's number of the put. job: the number of its only job.
 struct tutti_put_request {
   const uint8_t* keys;
   const uint8_t* parent;

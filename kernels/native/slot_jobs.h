@@ -19,7 +19,7 @@ struct tutti_slot_job {
   uint32_t command_nlb_max;
   uint32_t descriptors_max;  // of a command
   uint64_t slot_runs_max;    // commands of one slot and layer
-  // Of this one.
+  // Per job:
   const gio::Iocb* memory;  // bases and segments
   const uint32_t* pages;    // of each slot
   uint64_t* digests;        // see gio::JobConfig; or 0
@@ -62,7 +62,7 @@ struct tutti_put {
   const tutti_record_identity* identity;  // of any member
   uint64_t member_slots;
   uint64_t layers;
-  // Of this one.
+  // Per put:
   const uint8_t* keys;
   const uint8_t* parents;
   const uint32_t* depths;

@@ -102,7 +102,7 @@ class Tier:
         self._replicated = RecentKeys(_REPLICATED_S, time.monotonic)
         self._removed = RecentKeys(_REMOVED_S, time.monotonic)
         self._outgoing = Outgoing(store, self._staging, self._settle_read)
-        # What still uses each part of staging, until its call returns True; and its put, if any.
+        # Users of each part of staging: (call that returns True at the end, put or None).
         self._in_use: list[list[tuple[_Wait, _Landing | None]]] = [[] for _ in range(parts)]
         self._fetching: set[bytes] = set()  # first keys of chains that wait or are fetched
         self._wanted: deque[_Work] = deque()

@@ -86,7 +86,7 @@ class ClientWriter:
         return None
 
     def _drop(self, session: AgentSession | None, part: PutPart, rows: Rows) -> None:
-        """Drops rows that nobody else has stored.  session: None if the agent is lost."""
+        """Drops rows that no other client has stored.  session: None if the agent is lost."""
         progress, outcome = part.progress, part.progress.outcome
         outcome[rows] = Outcome.DROPPED
         is_unknown = session is None and not part.is_dropped  # whether they were stored

@@ -317,7 +317,7 @@ class StreamQueue(Owned):
         return self._cells(needed, chunks, cells, timeout_s, owner)
 
     def stage_writes(self, needed: Needed, timeout_s: float, owner: LeaseOwner) -> Cells:
-        """As `stage`, with a place for every layer if the whole staging suffices for that."""
+        """Like `stage`, with space for every layer if the whole staging is large enough."""
         cells = needed.layers_in(self.staging.nbytes)
         return self._cells(needed, 1, cells, timeout_s, owner)
 
