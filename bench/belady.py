@@ -165,7 +165,7 @@ def _references(requests: Requests) -> Iterator[Block]:
 
 
 def _next_references(requests: Requests) -> list[int]:
-    """For every reference the place of the next one to the same block, or the number of all."""
+    """For every reference the index of the next one to the same block; if none, their count."""
     stream = list(_references(requests))
     last: dict[Block, int] = {}
     following = [len(stream)] * len(stream)

@@ -19,7 +19,7 @@ _ROW_NBYTES = 24  # target, source and length of one copy of a batch
 
 
 class CountingDriver:
-    """The methods of `Driver` that transfers use.  calls, argument_nbytes: of enqueueing calls."""
+    """The methods of `Driver` that transfers use; counts enqueueing calls and argument bytes."""
 
     device = 0
     architecture = "sm_90"

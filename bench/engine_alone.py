@@ -89,7 +89,7 @@ class EngineAlone:
         self.meters[kind].nbytes += slots.size * self._loaded.layout.object_nbytes
 
     def _digests(self, n: int) -> U64:
-        """Of the first n pages, (n, layers)."""
+        """Digests of the first n pages, shape (n, layers)."""
         layout, segment = self._loaded.layout, self._loaded.segment
         found = np.zeros((n, layout.layers), np.uint64)
         for page, layer in np.ndindex(found.shape):

@@ -18,7 +18,7 @@ from tutti.machine import machine_facts, scheduler_form
 def describe(directory: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The machine, the software, the commit and the command line, for JSON.
 
-    directory: of the pool; its disk and file system are described.
+    directory: the pool's folder, whose disk and file system are described.
     """
     return {
         **machine_facts(directory),

@@ -123,7 +123,7 @@ def _rises(left: tuple[int, int], right: tuple[int, int]) -> float:
 
 
 def _next_requests(requests: Requests) -> list[list[int]]:
-    """For every reference the number of the next request with this block; if none, of requests."""
+    """For every reference the index of the next request with its block; if none, their count."""
     following: dict[int, int] = {}
     answer = []
     for number in range(len(requests) - 1, -1, -1):

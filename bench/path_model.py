@@ -35,7 +35,7 @@ _STEPS = {
 class Frame:
     """A called Python function.  steps: its number of steps by kind.  calls: in order.
 
-    who: its code and its first argument.
+    who: ids of its code object and of its first argument.
     """
 
     def __init__(self, who: tuple[int, int] = (0, 0)) -> None:

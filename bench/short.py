@@ -369,7 +369,7 @@ def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say: the puts of one page."""
+    """Notes below the table, about puts of one page."""
     page, bar = result["page"], result["ratio_bar"]
     parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in page["ms"].items())
     found = [

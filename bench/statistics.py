@@ -25,7 +25,7 @@ class Interval:
 
 
 def interval_text(interval: Mapping[str, float] | None, digits: int = 3) -> str:
-    """Of an interval in JSON: "median [low, high]" or "mean [low, high]"; "" for none."""
+    """Text of an interval: "median [low, high]" or "mean [low, high]"; "" for None."""
     if interval is None:
         return ""
     middle = interval["median"] if "median" in interval else interval["mean"]

@@ -142,7 +142,7 @@ def _layer_us(few: Sequence[Cost], many: Sequence[Cost]) -> float:
 def costs_of(
     way: str, pages: int, layers: Sequence[int], repeats: int = 1, *, is_whole: bool = True
 ) -> list[list[Cost]]:
-    """The costs of loads with so many layers each, measured in turns.
+    """The costs of loads with each of these numbers of layers, measured in turns.
 
     is_whole: the submitting thread puts all layers on the stream, not only the first.
     """

@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
 
 
 def _window_of(reader: Reader) -> dict[str, Any]:
-    """Of all service threads, one for each drive: sums, and the longest latency."""
+    """Facts of all service threads (one per drive): sums, and the longest latency."""
     drives = reader.store.engine.windows()
     return {
         "window_nbytes": sum(int(drive.window_nbytes[0]) for drive in drives),
@@ -232,13 +232,13 @@ class _Bench:
         self._readers, self._args, self._slice_nbytes = readers, args, slice_nbytes
         self._rng = np.random.default_rng(1)
         self._loads: dict[tuple[int, str], list[LoadTimes]] = {}
-        #: Milliseconds of the drive for the layers of so many pages: all, the first, the others.
+        #: Drive's milliseconds for (all layers, the first, the others), by number of pages.
         self._drive: dict[int, list[tuple[float, float, float]]] = {}
         self._single: list[float] = []
 
     @property
     def single_ms(self) -> float:
-        """A command of one slice with nothing else in flight."""
+        """Time of a command of one slice with nothing else in flight."""
         return median(self._single)
 
     @property
@@ -249,7 +249,7 @@ class _Bench:
         return float(pages * self._slice_nbytes * self._args.layers / whole_ms)
 
     def warm_up(self) -> None:
-        """Lets the window be found, by loads of all sizes."""
+        """Loads all sizes for --warm seconds, until the window has adapted."""
         until = time.monotonic() + self._args.warm
         while time.monotonic() < until:  # bounded by --warm
             for pages in self._args.pages:
@@ -304,8 +304,8 @@ class _Bench:
         return rows
 
     def drive(self, pages: int) -> dict[str, Any]:
-        """The drive alone: its rate where the first layer comes before all others, over all at
-        once, and that layer's time.
+        """The drive alone: its rate with the first layer read before the others, over its rate with
+        all at once; and the first layer's time.
         """
         over = [whole / (first + others) for whole, first, others in self._drive[pages]]
         first_ms = bootstrap_median([first for _, first, _ in self._drive[pages]])
@@ -316,7 +316,7 @@ class _Bench:
         }
 
     def loop(self, pages: int, factor: float) -> dict[str, Any]:
-        """Waiting in all against max(I/O, computation) + the first layer."""
+        """Compares the total time with max(I/O, computation) + the first layer."""
         layer_ms = pages * self._slice_nbytes / self.rate
         layers = self._args.layers
         compute_ms = factor * layer_ms
@@ -350,12 +350,12 @@ class _Bench:
 def least_ms(layers: int, group_ms: float, layer_ms: float, compute_ms: float) -> float:
     """The time of a loop over all layers, with the best of all ways to load them in groups.
 
-    A group of b layers takes group_ms + b * layer_ms and is there as a whole, then the next begins;
-    each layer computes for compute_ms.
+    A group of b layers takes group_ms + b * layer_ms and arrives as a whole; then the next begins.
+    Each layer computes for compute_ms.
     """
     count = np.arange(layers + 1)
     later = np.where(count[:, None] > count, (count[:, None] - count) * compute_ms, np.inf)
-    # done_ms[n]: when n layers have computed, at best, the last of them in this group.
+    # done_ms[n]: earliest end of the computation of n layers, the last of them in this group.
     done_ms = np.where(count == 0, 0.0, np.inf)
     best = np.inf
     for groups in range(1, layers + 1):
@@ -366,7 +366,7 @@ def least_ms(layers: int, group_ms: float, layer_ms: float, compute_ms: float) -
 
 
 def rows_of(result: dict[str, Any]) -> list[Sequence[Any]]:
-    """What a table shows of the loads."""
+    """Rows of the table of loads."""
     return [
         (
             row["pages"],

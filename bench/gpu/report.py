@@ -16,7 +16,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """GPU and clocks, and by name what was not run."""
+    """Notes: GPU, clocks, and rows that were not run."""
     gpu = result["gpu"]
     names = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "pcie.link.gen.current")
     facts = ", ".join(f"{name} {gpu[name]}" for name in names if name in gpu)

@@ -101,7 +101,7 @@ class DevicePages:
 
 
 def facts_of(driver: Driver) -> dict[str, Any]:
-    """What a driver says of itself and the device, for JSON."""
+    """A driver's facts about itself and the device, for JSON."""
     try:
         sms: Any = driver.sm_resource().count
     except TuttiError as error:  # one without green contexts
@@ -125,7 +125,7 @@ class GpuUnderTest:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the driver says of itself and the device, for JSON."""
+        """The driver's facts about itself, the device and the device code, for JSON."""
         code = "loaded" if self.modules is not None else self._why_no_modules
         return {**facts_of(self.driver), "device_code": code}
 

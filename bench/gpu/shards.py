@@ -3,10 +3,10 @@
     python -m tutti.bench.gpu.shards --out DIR            # all that DIR does not have yet
     python -m tutti.bench.gpu.shards --out DIR ceiling    # these alone, again
 
-Every case is a process of its own, so that one that hangs or loses its context costs a row and no
-other case.  DIR/NAME.json is written after every row: a run that was cut goes on behind the last.
-The first, `probes`, shows how the driver treats waits; `ceiling` shows in less than four minutes
-whether it works, is right, and how fast it is.
+Every case has its own process, so that one that hangs or loses its context costs one row and no
+other case.  DIR/NAME.json is written after every row; an interrupted run continues after the last
+row.  The first case, `probes`, shows how the driver handles waits.  `ceiling` shows in less than
+four minutes whether the path works, whether its results are right, and its speed.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ CASES: dict[str, Case] = {
 }
 CASES |= {kind: partial(gpu_cases.engine, kind) for kind in KINDS}
 
-#: Of a row: what takes longer hangs, and its process ends.
+#: Limit of a row: a longer one counts as hanging, and its process is ended.
 _ROW_S = 75
-#: A case is not begun with less time left, and may be begun again so often in one run.
+#: Least time left to start a case, and most starts of a case in one run.
 _LEFT_S, _TRIES = 20, 6
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: After these codes of CUresult the context answers every call with the same.
+#: Codes of CUresult that the context returns from every later call.
 _LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
 
@@ -92,7 +92,7 @@ def run_case(
                 break
         else:
             content["complete"] = True
-    except Exception as error:  # a case that cannot even say what its rows are
+    except Exception as error:  # a case that cannot list its rows
         content |= {"stopped": _why(error), "failed": True}
         if not isinstance(error, TuttiError):
             content["traceback"] = traceback.format_exc().splitlines()[-12:]
@@ -121,7 +121,7 @@ def _begun(
 
 
 def _run_row(row: Row) -> dict[str, Any]:
-    """A row's result, or why there is none: the other rows must not be lost."""
+    """Runs a row; an error becomes part of its result, because other rows must not be lost."""
     began_s = time.monotonic()
     result: dict[str, Any] = {"name": row.name}
     faulthandler.dump_traceback_later(_ROW_S, exit=True)
@@ -148,7 +148,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _why(error: BaseException) -> str:
-    """What went wrong first, and what came of it: closing may fail because of it."""
+    """Text of the first error and those it caused, such as failures of close()."""
     return ", then ".join(f"{type(e).__name__}: {e}" for e in reversed(_chain(error)))
 
 
@@ -166,7 +166,7 @@ def _write(content: dict[str, Any], out: Path) -> None:
 
 
 def cases_to_run(wanted: list[str], out: Path) -> list[str]:
-    """The named ones, or all that have no whole result yet: what failed comes last."""
+    """The named cases, or all without a complete result, failed ones last."""
     unknown = set(wanted) - set(CASES)
     if unknown:
         raise ConfigError(f"no case is called {min(unknown)}; there are {', '.join(CASES)}")
@@ -178,7 +178,7 @@ def cases_to_run(wanted: list[str], out: Path) -> list[str]:
 
 
 def _state(content: dict[str, Any]) -> str:
-    """What became of a case: "new", "cut", "failed" or "done"."""
+    """State of a case: "new", "cut" (interrupted), "failed" or "done"."""
     if not content:
         return "new"
     if content["complete"]:
@@ -187,7 +187,7 @@ def _state(content: dict[str, Any]) -> str:
 
 
 def machine_of(driver: Driver) -> GpuUnderTest:
-    """The GPU with the device code of this package; without it where it cannot be had."""
+    """The GPU with the package's device code, or without it if it cannot be loaded."""
     try:
         return GpuUnderTest(driver, Modules(driver))
     except TuttiError as error:
@@ -195,7 +195,7 @@ def machine_of(driver: Driver) -> GpuUnderTest:
 
 
 def _run_here(name: str, args: argparse.Namespace) -> int:
-    """One case in this process, which ends with the one that started it."""
+    """Runs one case in this process, which is killed when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     out = Path(args.out)
     until_s = time.monotonic() + args.minutes * 60
@@ -225,10 +225,10 @@ def _run_here(name: str, args: argparse.Namespace) -> int:
 
 
 def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str, Any]:
-    """One case in a process of its own, again behind a row that ended it; its JSON."""
+    """Runs a case in its own process, restarted after a row that ended it; returns its JSON."""
     until_s = time.monotonic() + left_s
     path = out / f"{name}.json"
-    queues = "8" if name == "probes" else "32"  # SGLang's number, and one that none share
+    queues = "8" if name == "probes" else "32"  # SGLang's value, and one without sharing
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues} | os.environ
     for _ in range(_TRIES):
         left_s = until_s - time.monotonic()

@@ -111,7 +111,7 @@ class HiCachePeer(Peer):
         return int(self._controller.storage_backend.batch_exists(hashes))
 
     def kept(self, batch: int) -> Kept:
-        """Of TuttiHiCacheStorage's KV pool."""
+        """Store and keys of a batch in TuttiHiCacheStorage's KV pool."""
         (behind,) = self._controller.storage_backend._stores.values()
         return Kept(behind.store, behind._pool, behind.keys(_hashes(batch)))
 

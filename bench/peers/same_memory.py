@@ -93,7 +93,7 @@ def _pieces(kept: Kept, extents: Any) -> list[tuple[int, list[Any], int]]:
 
 
 def notes_of(ways: dict[str, Any], best: float | None) -> list[str]:
-    """What they show.  best: loads of Tutti by those of the best other backend, if there is one."""
+    """Notes on the ways.  best: Tutti's load rate over the best other backend's, if any."""
     over = {name: of["base_over_this_speed"] for name, of in ways.items() if name != LOAD}
     raw = min((over[name] for name in RAW), key=lambda of: float(of["median"]))
     verified = over[UNVERIFIED]

@@ -220,7 +220,7 @@ class Cluster:
 
 
 def _request_numbers(reqs: Sequence[SimulatedRequest]) -> dict[str, Any]:
-    """Of requests that were served."""
+    """Numbers of served requests."""
     ttft_ms = [(req.first_ns - req.arrived_ns) / 1e6 for req in reqs]
     gaps = [r for r in reqs if r.request.output_tokens > 1]
     tpot_ms = [(r.last_ns - r.first_ns) / 1e6 / (r.request.output_tokens - 1) for r in gaps]
@@ -229,7 +229,7 @@ def _request_numbers(reqs: Sequence[SimulatedRequest]) -> dict[str, Any]:
     tokens = sum(req.request.input_tokens for req in reqs)
     return {
         "ttft_ms": spread(ttft_ms),
-        # Of requests, and of tokens: a long answer counts once there, and for each token here.
+        # TPOT is a mean over requests, ITL over tokens.
         "tpot_ms": spread(tpot_ms),
         "itl_ms": {"mean": gaps_ms / pooled} if pooled else None,
         "hit_hbm": sum(req.hit_tokens for req in reqs) / tokens,

@@ -43,7 +43,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def _cell(row: dict[str, Any], name: str, part: str, form: str) -> str:
-    """A number and, where it was asked for, its interval."""
+    """A number and, if computed, its interval."""
     if not row[name] and part:
         return ""
     number = format(row[name][part] if part else row[name], form)
@@ -58,7 +58,7 @@ def _grows(row: dict[str, Any]) -> str:
 
 
 def system_of(row: dict[str, Any]) -> str:
-    """Its name, with the bandwidth of a second tier."""
+    """Name of the row's system, with the bandwidth of its second tier if it has one."""
     if "remote" not in row:
         return str(row["system"])
     return f"{row['system']}, {row['remote']['bytes_per_s'] / 1e9:g} GB/s"
@@ -117,7 +117,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 
 def _remote_notes(result: dict[str, Any]) -> list[str]:
-    """What the second tier did, of the tokens of all prompts."""
+    """Shares of all prompt tokens that the second tier fetched, copied, or had late."""
     return [
         f"second tier of {system_of(row)}, {row['router']}, {row['rate']:.2f} requests/s: "
         f"{row['remote_fetched']:.1%} of the tokens fetched, {row['remote_copied']:.1%} copied, "
@@ -128,7 +128,7 @@ def _remote_notes(result: dict[str, Any]) -> list[str]:
 
 
 def _tested_notes(found: list[dict[str, Any]]) -> list[str]:
-    """Points that had no part in the fit, closed formulas apart from simulated ones."""
+    """Errors of points outside the fit, separately for simulation and closed formulas."""
     notes = []
     for by in ("simulation", "formula"):
         tested = [p for p in found if p["use"] == "test" and p["by"] == by]

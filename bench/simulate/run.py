@@ -108,13 +108,13 @@ def _add_remote_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _remotes(args: argparse.Namespace) -> list[Remote | None]:
-    """What the arguments name.  Raises ConfigError."""
+    """The second tiers that the arguments describe.  Raises ConfigError."""
     more = (args.remote_latency_us, args.remote_capacity, args.remote_replicate)
     return [Remote(rate * 1e9, *more) if rate else None for rate in args.remote_gb_per_s]
 
 
 def _add_paper_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is done instead of a simulation."""
+    """Options of commands other than a simulation."""
     option = options(parser.add_argument_group("calibration"))
     option("--fit", False, "fit the calibration to published points, then stop")
     option("--validate", False, "compare simulated with published times, then stop")

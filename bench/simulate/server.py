@@ -75,7 +75,7 @@ class _Stretch:
     version: int
 
     def until_ns(self, steps: int) -> int:
-        """When so many steps have ended."""
+        """Time at which this number of steps has ended."""
         took = steps * self.first_ns + self.more_ns * steps * (steps - 1) / 2
         return self.began_ns + round(took)
 

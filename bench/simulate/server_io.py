@@ -80,7 +80,7 @@ class ServerIo:
         return self._state.totals
 
     def post(self, event: Event) -> None:
-        """An event for the scheduler, and what it decides."""
+        """Passes an event to the scheduler and executes its decision."""
         self.decisions += 1
         decision = self._scheduler.take(event)
         if decision is NOTHING:

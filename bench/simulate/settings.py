@@ -59,7 +59,7 @@ WITHOUT_FIRST = Setting("without the first tenth", warm=0.1)
 LONGER_STEPS = Setting("steps of 8192 tokens", chunk_tokens=8192)
 ANOTHER_ORDER = Setting("one task in turn", order=ROUND_ROBIN)
 HALF_AS_LONG = Setting("half as many requests", length=0.5)
-#: Of a whole workload.
+#: Settings for a whole workload.
 SETTINGS = (
     ASSUMED,
     WITHOUT_FIRST,
@@ -75,7 +75,7 @@ SETTINGS = (
 def paper_times(
     calibration: Calibration, server: str, system: str, setting: Setting = ASSUMED
 ) -> ServerTimes:
-    """Of the paper's machine: an H100 and two D7-PS1010 for each server."""
+    """Times of the paper's machine: an H100 and two D7-PS1010 for each server."""
     served = setting.steps_of(calibration.server(server))
     gpu, drive = gpu_of(PAPER_GPU), drive_of(PAPER_DRIVE)
     return ServerTimes(calibration, served, calibration.system(system), gpu=gpu, drive=drive)

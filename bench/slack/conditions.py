@@ -30,7 +30,7 @@ class Conditions:
     exhausted: float = 0.25
 
     def interference(self, now_ns: int) -> float:
-        """At a moment."""
+        """The interference at this time."""
         if self.drift is None:
             return self.drive.interference
         low, high = self.drift
@@ -73,7 +73,7 @@ class Condition:
     linker: bool = False
 
     def of(self, drive: SimulatedDrive) -> Conditions | None:
-        """For a drive; None where it does not change."""
+        """The conditions of a drive; None if they do not change."""
         if self.drift is None and not self.cache_s:
             return None
         return Conditions(drive, self.drift, cache_nbytes=self.cache_s * drive.write_bytes_per_s)
@@ -90,7 +90,7 @@ class Condition:
         return replace(limits, locked_pages=locked, staged_pages=staged)
 
     def space(self, limits: Limits) -> SpaceKnown | None:
-        """What the server posts at its start."""
+        """The event that the server posts at its start, if any."""
         if not self.linker:
             return None
         return SpaceKnown(0, "kv", limits.locked_pages, limits.staged_pages)

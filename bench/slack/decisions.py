@@ -71,7 +71,7 @@ class Timed:
 
 
 def _clock_ns() -> int:
-    """What the clock says of nothing at all."""
+    """Measured time of an empty interval, which is the cost of the clock."""
     found = [-(time.thread_time_ns() - time.thread_time_ns()) for _ in range(_CLOCKS)]
     return round(median(found))
 
@@ -122,7 +122,7 @@ def _again(events: list[Event], profile: Profile) -> Timed:
 
 
 def _simulated(kind: str, drive: str, condition: str, args: argparse.Namespace) -> Timed:
-    """As a cell of `bench slack` is served."""
+    """Serves one cell of `bench slack` and times its decisions."""
     truth, cell, seed = machine(drive, _GPU), CONDITIONS[condition], args.seed
     limits = Limits(locked_pages=_BACKLOG_PAGES, staged_pages=_BACKLOG_PAGES)
     policy = SlackPolicy(cell.limits(limits, truth))
@@ -167,7 +167,7 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """What the table does not say."""
+    """Notes below the table."""
     bars = result["bars"]
     return [
         f"bars: {bars['decision_us']:g} us a decision, {bars['request_ms']:g} ms a request; medians"

@@ -141,7 +141,7 @@ def cost(directory: Path, rounds: int, progress: ProgressFactory) -> dict[str, A
 
 
 def _at_once(store: ObjectStore) -> Schedule:
-    """The schedule of a store, but everything is issued at once, by a queue of its own."""
+    """A store's schedule, changed to its own queue that issues everything at once."""
     return replace(_schedule_of(store), policy=_AtOnce, media=())
 
 
@@ -159,7 +159,7 @@ def _orders(systems: dict[str, _System]) -> list[list[tuple[str, _System]]]:
 
 
 def _cell(took_s: dict[str, list[float]]) -> dict[str, Any]:
-    """Of one kind of transfer: medians over rounds, with intervals."""
+    """Results of one kind of transfer: medians over rounds, with intervals."""
     off_s = [(a + b) / 2 for a, b in zip(took_s["off"], took_s["control"], strict=True)]
     found: dict[str, Any] = {"off_us": median(off_s) * 1e6}
     for name, other in _COMPARED:
@@ -265,7 +265,7 @@ def _closed(waits_s: dict[str, list[float]], name: str) -> Interval:
 
 
 class _File:
-    """A pool on a file, and memory, that configurations have in turns."""
+    """A pool on a file, and memory, which the configurations use in turn."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -273,7 +273,7 @@ class _File:
 
     @contextmanager
     def opened(self, schedule: Schedule | None) -> Iterator[ObjectStore]:
-        """As a user opens it, with the memory registered."""
+        """Opens the pool as users do, and registers the memory."""
         config, profile = StoreConfig(schedule=schedule), AUTO if schedule else OFF
         with tutti.open(self._path, _LAYOUT, "1GiB", config=config, profile=profile) as store:
             store.register(self._memory)
@@ -290,7 +290,7 @@ def _kept(path: Path, schedule: Schedule | None = None) -> Iterator[ObjectStore]
 
 
 class _Rounds:
-    """One system: the schedule it opens the file with, the prefix it loads, and what it stores."""
+    """Rounds of one system, with its schedule, the prefix to load, and pages to store."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class _Rounds:
         self._prefix = prefix
 
     def turn(self) -> tuple[float, float]:
-        """Opens the file; what its last round there took."""
+        """Opens the file and runs ROUNDS_A_TURN rounds; returns the times of the last one."""
         with self._file.opened(self._schedule) as store:
             return [self.round(store) for _ in range(ROUNDS_A_TURN)][-1]
 
@@ -360,7 +360,7 @@ class _Rounds:
         layers: int = 0,
         loads: tuple[str, ...] = (),
     ) -> None:
-        """new, context: tokens, by which a profile knows how long it takes."""
+        """Posts a step's start.  new, context: tokens, from which a profile computes its time."""
         if scheduler is not None:
             began = StepBegan(scheduler.now_ns(), phase, layers, new, context, loads)
             _post(scheduler, self._reports.began(began, scheduler.state.waits))
@@ -387,7 +387,7 @@ def _what_it_says(profile: Profile) -> FileProfile:
 
 
 def _measure(store: ObjectStore, rng: np.random.Generator) -> FileProfile:
-    """Bandwidths alone, and how much longer a load takes during a put."""
+    """Measures both bandwidths alone, and the slow-down of a load during a put."""
     keys = rng.integers(0, 256, (2, 64, 16), np.uint8)
     nbytes = 64 * _LAYOUT.object_nbytes
     write_s, read_s, both_s = [], [], []

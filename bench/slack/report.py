@@ -20,7 +20,7 @@ _FILE_SYSTEMS = {
     "as opened": "with a store as `tutti.open` opens it",
     "no puts": "with no puts at all",
 }
-#: What is compared, of the cost where nothing competes.
+#: Compared pairs of the cost without competition.
 _PARTS = {"queue": "at once / off", "policy": "auto / at once"}
 
 _P99, _P99_S = "p99 no worse than a tuned fixed", "first_token_p99_s"
@@ -59,7 +59,7 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 
 def notes_of(result: dict[str, Any]) -> list[str]:
-    """How many cells reach each bar, wrong profiles, and what was measured on a file."""
+    """Notes: cells that reach each bar, wrong profiles, and measurements on a file."""
     notes = [f"{name}: {count}" for name, count in counts(result).items()]
     if notes:
         runs = f"medians of {result['seeds']} runs of {result['requests']} requests"
@@ -157,7 +157,7 @@ def _wrong(result: dict[str, Any], name: str) -> str:
 
 
 def _cost(found: dict[str, Any]) -> list[str]:
-    """What scheduling costs, and what the same pool costs without it when opened again."""
+    """Lines about the cost of scheduling, and of the control without it."""
     head = "measured on one file, one at a time, time with scheduling over time without"
     return [
         f"{head}: {name} {_more(cell, 'auto / off')}, {_verdict(name, cell)}"
@@ -211,7 +211,7 @@ def _state(
 
 
 def _file(found: dict[str, Any]) -> list[str]:
-    """What layers waited, what part of it could be had back, and by which profiles."""
+    """Lines about layers' waits, the removable share of them, and the profiles used."""
     later = found.get("stored / none", {})  # missing in older results
     waited = ", ".join(
         _beside(name, f"{1e3 * bubble_s:.1f} ms", found.get(f"{name} / none"), WAIT_BAR)
@@ -233,7 +233,7 @@ def _file(found: dict[str, Any]) -> list[str]:
 
 
 def _floor(found: dict[str, Any]) -> str:
-    """Whether the goal of the waiting can be reached at all, and the part of the gap closed."""
+    """Text: whether the goal for waits is reachable, and the closed share of the gap."""
     floor, waits_s = found["no puts / none"], found["waits_s"]
     pairs = zip(waits_s["no puts"], waits_s["none"], strict=True)
     above = sum(least > WAIT_BAR * none for least, none in pairs)
@@ -254,7 +254,7 @@ def _floor(found: dict[str, Any]) -> str:
 
 
 def _profiles(found: dict[str, Any]) -> str:
-    """What each scheduler was told, what it has learned since, and how much it wrote meanwhile."""
+    """Text: each scheduler's profile, its corrections, and its writes during loads."""
     told = {"slack": found["profile"], "as opened": found["as opened"]["found"]}
     texts = []
     for name, says in told.items():
@@ -276,7 +276,7 @@ def _profiles(found: dict[str, Any]) -> str:
 
 
 def _beside(name: str, text: str, part: dict[str, float] | None, bar: float) -> str:
-    """A number of a system, and what part it is of that with `none`."""
+    """A number of a system, and its ratio to that of `none`."""
     text = f"{text} {_FILE_SYSTEMS[name]}"
     if part is None:
         return text

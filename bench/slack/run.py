@@ -176,7 +176,7 @@ class _Cell:
         self.fixed = self._tuned()
 
     def requests(self, count: int, seed: int) -> list[SlackRequest]:
-        """What every policy serves."""
+        """The requests, equal for all policies."""
         if self._recording is not None:
             return recorded(self._recording)
         requests = generate(self._workload, self._truth, count, seed)
@@ -257,7 +257,7 @@ def policy_of(
 
 
 def numbers(measured: Measured) -> dict[str, float]:
-    """What a run is judged by, by name."""
+    """The numbers that judge a run, by name."""
     alone_s = measured.decode_alone_s
     return {
         "bubble_s": measured.bubble_s,
@@ -311,7 +311,7 @@ def _by_seed(runs: dict[str, list[dict[str, float]]], name: str) -> list[float |
 def _at_most(runs: dict[str, list[dict[str, float]]]) -> list[float]:
     """The part of the gap that any schedule can close, with each seed.
 
-    What is bounded includes the rest of a decode step that runs when a request arrives.
+    The bounded time includes the rest of a decode step that runs when a request arrives.
     """
     found = []
     for none, bound in zip(runs["none"], runs["bound"], strict=True):

@@ -181,7 +181,7 @@ class LayeredServer:
 
     @property
     def state(self) -> State:
-        """The scheduler's."""
+        """The scheduler's state."""
         return self.scheduler.state
 
     @property
@@ -189,7 +189,7 @@ class LayeredServer:
         return self._left > 0 or bool(self.state.writes)
 
     def prefills(self) -> list[Prefill]:
-        """What every policy is given, for the lower bound."""
+        """The prefills, equal for all policies, as input of the lower bound."""
         model, found = self._machine.model, []
         for request, factors in zip(self._requests, self._layer_factors.tolist(), strict=True):
             layer_ns = self._machine.layer_us(request.new_tokens, request.hit_tokens) * 1000
@@ -205,12 +205,12 @@ class LayeredServer:
         return found
 
     def has(self, space: SpaceKnown) -> None:
-        """Says what of its memory may wait to be written, as SGLang's linker does at its start."""
+        """Announces how many pages may wait in its memory, as SGLang's linker does at its start."""
         self._space = space.name
         self._post(space)
 
     def run(self) -> Measured:
-        """Until every request has its last token and every page is stored or dropped."""
+        """Runs until every request has its last token and every page is stored or dropped."""
         for number, request in enumerate(self._requests):
             self._timeline.at(request.arrival_ns, partial(self._arrive, number))
         self._timeline.run(_EVENTS_MAX)
@@ -225,7 +225,7 @@ class LayeredServer:
         return measured
 
     def _post(self, event: Event | None) -> None:
-        """An event for the scheduler, and what it decides.  None: it is not told."""
+        """Passes an event to the scheduler and executes its decision.  None: no event."""
         if event is None:
             return
         decision = self.scheduler.take(event)
@@ -285,7 +285,7 @@ class LayeredServer:
             wait()
 
     def _watch(self) -> None:
-        """Counts what waits to be stored."""
+        """Counts the pages that wait to be stored."""
         state, measured, now_ns = self.state, self.measured, self._timeline.now_ns
         waiting = sum(s.source + s.staged for s in state.spaces.values())
         measured.backlog_pages_max = max(measured.backlog_pages_max, waiting)
@@ -386,7 +386,7 @@ class LayeredServer:
         self._timeline.at(now_ns + took_ns, lambda: self._slowed(now_ns, took_ns, moved))
 
     def _slowed(self, began_ns: int, took_ns: int, moved_before: int) -> None:
-        """What was moved meanwhile took memory bandwidth from the step."""
+        """Extends the step by the memory bandwidth that transfers used during it."""
         moved = self._issued_nbytes - moved_before
         more_ns = round(moved / self._machine.gpu.memory_bytes_per_s * 1e9)
         self._timeline.at(self._timeline.now_ns + more_ns, lambda: self._decoded(began_ns, took_ns))

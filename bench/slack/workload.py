@@ -94,7 +94,7 @@ def _busy_us(machine: SimulatedMachine, hit: int, new: int, out: int) -> float:
 
 
 def in_bursts(requests: Sequence[SlackRequest], size: int = 8) -> list[SlackRequest]:
-    """The same requests, each group of so many at the moment of its last."""
+    """The same requests in groups of `size`, each at the arrival of its last request."""
     found = []
     for first in range(0, len(requests), size):
         group = requests[first : first + size]
