@@ -1,6 +1,6 @@
-"""Tells which results are older than the code that they measure, by the history of the checkout.
+"""Finds results that are older than the code that they measure, by the history of the checkout.
 
-What a result measured is a digest of the files that it depends on, at the commit that it names.
+The code of a result is identified by a digest of the files that it depends on, at its commit.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ _GPU = (
     *("tutti/gio_uring/gpu", "kernels/device"),
     *("kernels/native/cuda_calls.cpp", "kernels/native/cuda_calls.h"),
 )
-#: Imported by what can measure a GPU, too; without one none of it runs.
+#: Imported by benches that can also measure a GPU; without a GPU this code does not run.
 GPU_BENCHES = ("bench/gpu", "bench/gpu_memory.py")
 _GPU_RIG = ("bench/gpu/cases.py", "bench/gpu/rig.py", "bench/compare/paired.py")
 _GPU_COPIES = (*_TRANSFERS, *_GPU, "kernels", *_GPU_RIG)
 _ON_GPU = (*_GPU_COPIES, *GPU_BENCHES, "bench/fio.py")
-#: Make and replace pools, which ends before a benchmark measures anything.
+#: Code that makes and replaces pools, before a benchmark measures anything.
 _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
-#: Benchmarks name their engine.
+#: The choice of an engine, which benchmarks do not use: they name theirs.
 _CHOICE = "tutti/gio_uring/gpu/engine_choice.py"
-#: Command lines of servers: neither simulations nor random operations start one.
+#: Command lines of servers, which neither simulations nor random operations start.
 _LAUNCHES = ("tutti/commands/sglang.py", "bench/ttft/recipes.py")
-#: In folders above, but in no result that does not name it: besides, without a GPU nothing of it
-#: runs, a report and a demo only show results, and nothing simulated uses a file.
+#: Files in the folders above that count only for results that name them: they run before
+#: measurements or only on a GPU, or they only show results, or simulations do not use them.
 _APART = (
     *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, *_LAUNCHES, "tutti/commands/demo.py"),
     *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
 )
 
-#: What results depend on, by their name or that of their benchmark: files and folders of the
-#: checkout.
+#: Files and folders of the checkout that results depend on, by the name of the result or of its
+#: benchmark.
 DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
     "bandwidth": _BANDWIDTH,  # in host memory
@@ -157,20 +157,20 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: Functions in bench that show a result, and change no number of it.
+#: Functions in bench that only show a result.
 _SHOWN = ("rows_of", "notes_of", "bounds_of", "report")
 
 #: What the rows of a figure in docs/figures depend on, by their source.
 _ROWS = {"simulated": "simulate", "measured": "residency"}
 
-#: Digests of the measured code, a line of name, commit and digest each: a commit that a rebase
-#: removed from the history cannot be looked up any more.
+#: Digests of the measured code, as lines of name, commit and digest: needed for commits that a
+#: rebase removed from the history.
 LOCK = "bench/results/code.lock"
 
 CHANGED = "the code that it measures has changed since"
 UNKNOWN = "its commit is not in this history"
 
-#: Lines of C++ without code: comments, and names of files.
+#: Lines of C++ that are not code: whole-line comments, and included file names.
 _NO_CODE = re.compile(r'\s*(//|#include "|$)')
 
 
@@ -185,11 +185,11 @@ def depends(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 
 
 def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
-    """CHANGED if the measured code differs from that of the checkout, UNKNOWN if it is not known.
+    """CHANGED if the measured code differs from the checkout's, UNKNOWN if it is unknown, else "".
 
-    Empty for a result of today's code.  Comments, docstrings, Markdown, the texts of errors and of
-    log lines, names of files and of modules that are imported, and what shows a result are not
-    code.  A result of a checkout with changes of its own is UNKNOWN.
+    Comments (of C++ only those on lines of their own), docstrings, Markdown, the texts of errors
+    and log lines, names of files and of imported modules, and functions that show results are not
+    code.  The code of a result from a checkout with uncommitted changes is UNKNOWN.
     """
     key = _key(name, result)
     measured = _measured(key, str(result["machine"]["commit"]), root)
@@ -207,7 +207,7 @@ def figure_is_stale(file: Path, root: Path) -> bool:
 
 
 def write_lock(root: Path) -> None:
-    """Keeps the digests of all results and figures of the checkout whose commits are known."""
+    """Writes the digests of all results and figures of the checkout whose commits are known."""
     wanted = set[tuple[str, str]]()
     for file in root.joinpath("bench/results").glob("*.json"):
         result = json.loads(file.read_text())
@@ -242,7 +242,7 @@ def _measured(key: str, commit: str, root: Path) -> str | None:
 
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:
-    """Of (path, text), whatever the paths are."""
+    """The digest of files, as (path, text), which does not depend on the paths."""
     codes = sorted(
         _code(Path(path).suffix, text.strip(), _SHOWN if path.startswith("bench/") else ())
         for path, text in files
@@ -279,8 +279,8 @@ def _blob(root: Path, name: str) -> str:
 
 @functools.cache
 def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
-    """What a file does, in a form that comments, messages, names of files and what is shown do not
-    change.
+    """A file's code, without file names, presentation, messages and comments (in C++ only whole
+    lines).
     """
     if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
@@ -314,7 +314,7 @@ def _drop_texts(node: ast.AST) -> None:
 
 
 def _shape(node: object) -> str:
-    """A syntax tree as text, without empty fields: Python's versions differ in those."""
+    """A syntax tree as text, without empty fields, in which Python's versions differ."""
     if isinstance(node, list):
         return f"[{','.join(map(_shape, node))}]"
     if not isinstance(node, ast.AST):
