@@ -468,7 +468,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             least_mbs = self._options["crawl_mbs"]
             failed = crawls(nbytes, took_s, least_mbs=least_mbs, patience_s=_PATIENCE_S)
             if failed:
-                self.error_log.add("load: slow", f"{batch.nbytes} bytes in {took_s:.3g} s")
+                self.error_log.add("load: slow", f"{nbytes} bytes in {took_s:.3g} s")
         if failed:
             for load in batch.queued:  # a probe reads these before requests do
                 load.stored_pool.remember(load.keys)
