@@ -10,6 +10,7 @@ import linker_engine as engine
 import pytest
 from linker_engine import Rig, ahead_pages, damage, in_use, kept_ahead, names, wait_for
 
+from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct.reads import Read
 from tutti.scheduler.event import StepBegan, StepEnded
 from tutti.scheduler.loads_and_writes import Phase
@@ -58,6 +59,19 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         quiet(rig, 14)
         rig.linker.cancel_queued_load("s")
         assert rig.linker.metrics.snapshot()["ahead_unused_pages"] == 4
+
+
+def test_a_slow_load_counts_what_was_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linker_module, "crawls", lambda *args, **how: True)
+    with Rig(tmp_path) as rig:
+        stored(rig, 10)
+        assert rig.lookup(names(10)) == 10
+        quiet(rig, 10)
+        assert rig.restore(names(10), range(20, 30))
+        wait_for(lambda: rig.linker.error_log.counts.get("load: slow") == 1)
+    assert f"{10 * OBJECT} bytes in " in caplog.text
 
 
 def test_what_is_read_ahead_comes_after_other_loads(tmp_path: Path) -> None:
