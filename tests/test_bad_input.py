@@ -148,8 +148,8 @@ def refuses(kind: type[TuttiError], remedy: str, call: Callable[[], object]) -> 
 
 def test_a_missing_path(tmp_path: Path) -> None:
     path = tmp_path / "none"
-    refuses(PoolNotFound, "give layout and capacity", lambda: tutti.store.open(path))
-    refuses(PoolNotFound, "give layout and capacity", lambda: tutti.store.open(path, LAYOUT))
+    refuses(PoolNotFound, "pass layout and capacity", lambda: tutti.store.open(path))
+    refuses(PoolNotFound, "pass layout and capacity", lambda: tutti.store.open(path, LAYOUT))
     inside = tmp_path / "no" / "folder"
     refuses(PoolNotFound, "create it", lambda: tutti.store.open(inside, LAYOUT, "64MiB"))
     both = [path, inside]
@@ -253,7 +253,7 @@ def test_another_layout(path: Path) -> None:
     refuses(PoolMismatch, "open it with that layout", lambda: tutti.store.open(path, OTHER))
     with tutti.store.open(path, LAYOUT) as store:
         memory = tutti.store.HostMemory.allocate(OTHER, 2, hugepages=False)
-        refuses(PoolMismatch, "open a pool of the memory's layout", lambda: store.register(memory))
+        refuses(PoolMismatch, "a pool with the memory's layout", lambda: store.register(memory))
         assert store.match(as_rows(KEYS)) == len(KEYS)
 
 
@@ -274,10 +274,10 @@ def test_members(tmp_path: Path) -> None:
     paths = several(tmp_path / "a")
     others = several(tmp_path / "b")
     give = tutti.store.open
-    refuses(MemberMissing, "give all of them", lambda: give(paths[:2]))
+    refuses(MemberMissing, "pass all of them", lambda: give(paths[:2]))
     refuses(MemberSwapped, "in the order of the format", lambda: give([*paths[1::-1], paths[2]]))
     refuses(MemberSwapped, "of one pool", lambda: give([paths[0], others[1], paths[2]]))
-    with pytest.raises(MemberSwapped, match="give each member once"):
+    with pytest.raises(MemberSwapped, match="pass each member once"):
         give([paths[0], paths[0], paths[2]])
     some = tutti.StoreConfig(degraded=True)
     refuses(MemberSwapped, "leave it out", lambda: give([paths[0], others[1]], config=some))
@@ -403,7 +403,7 @@ def test_two_processes_on_one_pool(path: Path) -> None:
 
 def test_a_capacity_below_one_group(tmp_path: Path) -> None:
     path = tmp_path / "member0"
-    with pytest.raises(CapacityError, match="give at least") as caught:
+    with pytest.raises(CapacityError, match="pass at least") as caught:
         tutti.store.open(path, LAYOUT, "1MiB")
     found = re.search(r"at least (\d+) bytes", str(caught.value))
     assert found

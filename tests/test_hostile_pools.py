@@ -125,7 +125,7 @@ def test_a_layout_that_is_not_the_geometrys(
         tutti.store.open(path)
     for command in (["info", path], ["fsck", path], ["fsck", path, "--repair"]):
         assert cli.main(command) == UNUSABLE
-        assert "format the member anew" in capsys.readouterr().err
+        assert "format the pool again" in capsys.readouterr().err
     assert Path(path).read_bytes() == before
 
 
@@ -151,7 +151,7 @@ REFUSED = {
 def test_a_counter_out_of_range(path: str, edit: Callable[[str], None]) -> None:
     edit(path)
     before = Path(path).read_bytes()
-    with pytest.raises(PoolCorrupt, match="anew"):
+    with pytest.raises(PoolCorrupt, match="again"):
         tutti.store.open(path)
     for command in (["fsck", path], ["fsck", path, "--repair"], ["fsck", path]):
         assert cli.main(command) == UNUSABLE
@@ -182,7 +182,7 @@ def test_sequence_numbers_that_run_out(path: str, name: str) -> None:
             put(path, [key])
         except PoolCorrupt as error:
             refusal = str(error)
-        assert not refusal or "format the pool anew" in refusal
+        assert not refusal or "format the pool again" in refusal
         refused |= bool(refusal)
         stored += [] if refusal else [key]
         assert present(path, KEYS + stored) == was + len(stored)
@@ -207,6 +207,6 @@ def test_repair_says_the_same_when_it_is_repeated(
     assert first == after == again
     said = capsys.readouterr()
     if first:
-        assert "anew" in said.out + said.err
+        assert "again" in said.out + said.err
     else:
         assert "The pool is sound." in said.out

@@ -307,11 +307,11 @@ class Store(ABC):
 
     def _check_new(self, memory: HostMemory, registered: Sequence[HostMemory]) -> None:
         if any(memory is known for known in registered):
-            raise ConfigError("this memory is registered already; register memory once")
+            raise ConfigError("this memory is already registered; do not register it again")
         if memory.layout != self.layout:
             raise PoolMismatch(
-                f"the memory is not laid out as the pool: {differences(self.layout, memory.layout)}"
-                "; open a pool of the memory's layout"
+                "the layout of the memory differs from that of the pool:"
+                f" {differences(self.layout, memory.layout)}; open a pool with the memory's layout"
             )
 
     @abstractmethod
@@ -332,7 +332,9 @@ class Store(ABC):
                 raise ConfigError(
                     "no memory is registered; call allocate_memory() or register() first"
                 )
-            raise ConfigError(f"{len(registered)} memories are registered; pass memory=")
+            raise ConfigError(
+                f"{len(registered)} HostMemory objects are registered; pass one of them as memory="
+            )
         if not any(memory is known for known in registered):
             raise ConfigError("this memory is not registered; call store.register(memory) first")
         return memory

@@ -176,7 +176,10 @@ class ObjectStore(Owned, Store):
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
         if not any(memory is known for known in self._resources.memories):
-            raise ConfigError("this memory is not registered with the store")
+            raise ConfigError(
+                "this memory is not registered with the store; pass memory of register() or"
+                " allocate_memory()"
+            )
         timeout_s = self.config.timeout_s
         with self._core.withdrawn(memory.memory, timeout_s):
             if not memory.wait_idle(timeout_s):
@@ -211,7 +214,9 @@ class ObjectStore(Owned, Store):
                     self._read_once(keys, timeout_s)
                     return len(keys)
             self._prove_from = start
-            raise DeviceTimeout("objects were evicted as fast as they were chosen; try again")
+            raise DeviceTimeout(
+                "the objects to verify were evicted before they could be read; try again"
+            )
 
     def _read_once(self, keys: npt.NDArray[np.uint8], timeout_s: float) -> None:
         """Reads unproven objects into temporary memory, which verifies them."""
@@ -319,7 +324,7 @@ class ObjectStore(Owned, Store):
         check_not_called()
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         if not self._closing.acquire(timeout=min(_CLOSE_WAITS * timeout_s, threading.TIMEOUT_MAX)):
-            raise DeviceTimeout("another thread closes the pool and is not done; try again")
+            raise DeviceTimeout("another thread is still closing the pool; try again")
         try:
             if self._dropped.alive:
                 self._end(timeout_s)
@@ -409,7 +414,7 @@ def open(
     names = pool_members(paths, layout)
     config = StoreConfig.choose(config, verify=verify, durability=durability)
     if config.schedule is not None and profile != AUTO:
-        raise ConfigError("config has a schedule, and profile is given; leave one of them out")
+        raise ConfigError("both config.schedule and profile are given; pass only one of them")
     check_choice(profile)
     format_missing(names, layout, capacity, executor)
 

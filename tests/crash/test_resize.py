@@ -120,7 +120,7 @@ def fill(store: ObjectStore) -> list[bytes]:
 
 def test_a_smaller_pool_keeps_what_was_used_last(tmp_path: Path) -> None:
     path = str(tmp_path / "pool")
-    with pytest.raises(CapacityError, match="give at least"):
+    with pytest.raises(CapacityError, match="pass at least"):
         tutti.open(path, LAYOUT, MiB)
     with tutti.open(path, LAYOUT, LARGE) as store:
         keys = fill(store)
@@ -275,7 +275,7 @@ def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         resize.resize(paths, LARGE)
     with pytest.raises(CapacityError, match="free space"):
         resize.resize(paths, "900TiB")
-    with pytest.raises(CapacityError, match="give at least"):
+    with pytest.raises(CapacityError, match="pass at least"):
         resize.resize(paths, MiB)
     with pytest.raises(Unsupported, match="--through"):
         resize.resize("nvme:0000:03:00.0", LARGE)

@@ -61,7 +61,7 @@ def test_a_plan_uses_the_capacity_and_no_more(
 
 
 def test_less_than_one_group_is_refused_with_the_minimum() -> None:
-    with pytest.raises(CapacityError, match=r"give at least (\d+) bytes") as caught:
+    with pytest.raises(CapacityError, match=r"pass at least (\d+) bytes") as caught:
         Geometry.plan(LLAMA, 8 * MiB)
     least = int(str(caught.value).split("at least ")[1].split(" ")[0])
     assert Geometry.plan(LLAMA, least).groups == 1

@@ -123,7 +123,7 @@ def test_as_keys_takes_arrays_and_lists() -> None:
     [
         ([b"x" * 16, b"y" * 15], "key 1 has 15 bytes"),
         (["x" * 16], "key 0 has type str"),
-        (b"x" * 16, "keys are one bytes"),
+        (b"x" * 16, "keys has type bytes; pass a list"),
         (np.zeros((2, 15), np.uint8), r"uint8 \(2, 15\)"),
         (np.zeros(16, np.uint8), r"uint8 \(16,\)"),
         (np.zeros((2, 16), np.int8), "int8"),

@@ -214,7 +214,7 @@ def test_any_flipped_bit_makes_a_superblock_corrupt(bit: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 4095, 8192])
 def test_a_superblock_of_another_size_is_corrupt(nbytes: int) -> None:
-    with pytest.raises(PoolCorrupt, match=f"superblock of {nbytes} bytes"):
+    with pytest.raises(PoolCorrupt, match=f"superblock has {nbytes} bytes"):
         Superblock.decode(bytes(nbytes), "m0")
 
 

@@ -318,7 +318,7 @@ def test_memory_registered_twice_while_the_agent_is_away(tmp_path: Path) -> None
         memory = store.allocate_memory(8)
     with store:
         wait_until(lambda: store._kept.session is None)
-        with pytest.raises(ConfigError, match="register memory once"):
+        with pytest.raises(ConfigError, match="do not register it again"):
             store.register(memory)
         half = HostMemory.from_buffer(LAYOUT, memory.owner, 4)
         with pytest.raises(ConfigError, match="register memory once"):

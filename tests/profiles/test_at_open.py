@@ -230,7 +230,7 @@ def test_choices_that_mean_nothing_are_refused(tmp_path: Path, cache: Path) -> N
     with pytest.raises(ConfigError, match="profile is 7"):
         opened(tmp_path, profile=7)
     schedule = Schedule(find_profile("auto", [tmp_path], model_of(LAYOUT))[0])
-    with pytest.raises(ConfigError, match="leave one"):
+    with pytest.raises(ConfigError, match="pass only one"):
         opened(tmp_path, profile=None, config=StoreConfig(schedule=schedule))
     with opened(tmp_path, config=StoreConfig(schedule=schedule)) as store:
         assert store.stats()["profile"] == "given"

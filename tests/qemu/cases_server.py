@@ -115,7 +115,7 @@ def test_one_rank_has_both_drives() -> None:
                 assert rank.host.match(keys(chain)) == PAGES
                 assert rank.load(chain) == [True] * PAGES
     assert cli.main(["fsck", *names]) == 0
-    with pytest.raises(TuttiError, match="give all of them"), opened(names[:1]):
+    with pytest.raises(TuttiError, match="pass all of them"), opened(names[:1]):
         pass
 
 

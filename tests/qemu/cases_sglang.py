@@ -48,6 +48,6 @@ def test_the_linker_on_two_drives(
     label(drives)
     linker_round_trip(drives, tmp_path)
     check_both_are_used(drives, capsys)
-    with pytest.raises(TuttiError, match="give all of them"):
+    with pytest.raises(TuttiError, match="pass all of them"):
         Rig(tmp_path, path=drives[:1])
     assert cli.main(["fsck", *drives]) == 0

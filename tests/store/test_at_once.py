@@ -59,7 +59,7 @@ def test_a_pool_that_two_threads_close_is_clean(tmp_path: Path, rng: np.random.G
 
 def test_a_close_that_waits_for_another_has_a_deadline(tmp_path: Path) -> None:
     store = tutti.open(tmp_path / "pool", LAYOUT, "16MiB", profile=None)
-    with store._closing, pytest.raises(DeviceTimeout, match="another thread closes"):
+    with store._closing, pytest.raises(DeviceTimeout, match="another thread is still closing"):
         store.close(timeout_s=0.01)
     store.close()
 

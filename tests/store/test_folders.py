@@ -146,7 +146,7 @@ def test_a_pool_of_sglangs_only_rank_is_found(folders: list[str]) -> None:
             assert store.members.uuid == uuid
     shutil.copy(where.split(", ")[0], Path(where.split(", ")[0]).with_name("other.tutti"))
     for given in (None, layout):
-        with pytest.raises(ConfigError, match=r"several pools; give the files of one: .*kv-tp0"):
+        with pytest.raises(ConfigError, match=r"several pools; pass the files of one: .*kv-tp0"):
             tutti.open(folders, given)
 
 

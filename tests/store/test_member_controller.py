@@ -21,9 +21,9 @@ DRIVE = "nvme:0000:03:00.0"
 
 def test_files_and_drives_are_not_mixed(tmp_path: Path) -> None:
     names = [str(tmp_path / "file"), DRIVE]
-    with pytest.raises(ConfigError, match="leave one kind out"):
+    with pytest.raises(ConfigError, match="pass only one kind"):
         tutti.open(names, LAYOUT, "64MiB")
-    with pytest.raises(ConfigError, match="leave one kind out"):
+    with pytest.raises(ConfigError, match="pass only one kind"):
         tutti.format(names, LAYOUT, "64MiB")
     assert not any(tmp_path.iterdir())
 

@@ -353,10 +353,10 @@ def test_vfio_drives_of_different_block_sizes_are_refused_unwritten(
 def test_half_of_the_members_are_labelled(loop: Loop) -> None:
     devices = [loop(), loop(), loop()]
     label(devices[:2])
-    with pytest.raises(MemberMissing, match="label all of them"):
+    with pytest.raises(MemberMissing, match="label all devices"):
         tutti.open(devices, LAYOUT, CAPACITY)
     tutti.open(devices[:1], LAYOUT, CAPACITY).close()
-    with pytest.raises(MemberMissing, match="label all of them"):
+    with pytest.raises(MemberMissing, match="label all devices"):
         tutti.open(devices[:2], LAYOUT, CAPACITY)
 
 

@@ -104,7 +104,7 @@ class Geometry:
         if least.member_nbytes > capacity_nbytes_per_member:
             raise CapacityError(
                 f"{format_nbytes(capacity_nbytes_per_member)} per member is less than one group;"
-                f" give at least {least.member_nbytes} bytes"
+                f" pass at least {least.member_nbytes} bytes"
                 f" ({format_nbytes(least.member_nbytes)}){smaller}"
             )
         group_nbytes = least.group_nbytes + group_slots * (RECORD_NBYTES + SNAPSHOT_ENTRY_NBYTES)

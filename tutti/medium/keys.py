@@ -135,5 +135,5 @@ def _check_fingerprint(fingerprint: bytes) -> None:
 def _sequence(name: str, values: Any) -> Sequence[Any]:
     """``values``.  Raises KeySizeError for what is not a sequence of several."""
     if isinstance(values, (bytes, bytearray, memoryview, str)) or not isinstance(values, Sequence):
-        raise KeySizeError(f"{name} are one {type(values).__name__}; pass a list of {name}")
+        raise KeySizeError(f"{name} has type {type(values).__name__}; pass a list of {name}")
     return values

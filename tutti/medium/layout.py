@@ -283,7 +283,7 @@ def _check_numbers(layout: KVLayout) -> None:
         )
     if not isinstance(layout.segments, tuple) or not 1 <= len(layout.segments) <= SEGMENTS_MAX:
         raise LayoutError(
-            f"segments is {layout.segments!r}; give a tuple of 1 to {SEGMENTS_MAX} byte sizes"
+            f"segments is {layout.segments!r}; pass a tuple of 1 to {SEGMENTS_MAX} byte sizes"
         )
     for i, nbytes in enumerate(layout.segments):
         _require_positive(f"segments[{i}]", nbytes)
@@ -293,7 +293,7 @@ def _check_numbers(layout: KVLayout) -> None:
                 " choose smaller pages"
             )
     if not isinstance(layout.dims, tuple):
-        raise LayoutError(f"dims is {layout.dims!r}; give a tuple of integers")
+        raise LayoutError(f"dims is {layout.dims!r}; pass a tuple of integers")
     for i, dim in enumerate(layout.dims):
         _require_positive(f"dims[{i}]", dim)
     if type(layout.rank) is not int or not 0 <= layout.rank < layout.world:

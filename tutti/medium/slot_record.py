@@ -221,6 +221,6 @@ def expiry_of(ttl_s: float | None) -> int:
     if ttl_s is None:
         return 0
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
-        raise ConfigError(f"ttl_s is {ttl_s!r}; give seconds above 0, or None for no limit")
+        raise ConfigError(f"ttl_s is {ttl_s!r}; pass seconds above 0, or None for no limit")
     until_s = time.time() + min(ttl_s, _EXPIRY_MAX * EXPIRY_UNIT_S)
     return int(min(-(-until_s // EXPIRY_UNIT_S), _EXPIRY_MAX))

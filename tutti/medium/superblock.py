@@ -194,7 +194,9 @@ class Superblock:
         another format version.
         """
         if len(raw) != BLOCK_NBYTES:
-            raise PoolCorrupt(f"{path}: superblock of {len(raw)} bytes; is the member truncated?")
+            raise PoolCorrupt(
+                f"{path}: the superblock has {len(raw)} bytes instead of 4096; restore the member"
+            )
         block = np.frombuffer(raw, SUPERBLOCK_DTYPE)
         row = block[0]
         if bytes(row["magic"]) != SUPERBLOCK_MAGIC:
@@ -213,7 +215,7 @@ class Superblock:
         except (_Contradiction, LayoutError) as error:
             raise PoolCorrupt(
                 f"{path}: the superblock contradicts itself ({error}) although its CRC is right;"
-                " format the member anew"
+                " format the pool again"
             ) from error
 
     @classmethod
@@ -328,7 +330,7 @@ def choose_superblock(a: bytes, b: bytes, path: str) -> tuple[Superblock, int]:
         raise PoolCorrupt("; ".join(reasons))
     if len(valid) == 2 and _constants(valid[0][0]) != _constants(valid[1][0]):
         raise PoolCorrupt(
-            f"{path}: superblocks A and B describe different pools; format the member anew"
+            f"{path}: superblocks A and B describe different pools; format the pool again"
         )
     return max(valid, key=lambda found: (found[0].generation, -found[1]))
 
@@ -338,7 +340,7 @@ def check_size(nbytes: int, geometry: Geometry, path: str) -> None:
     if nbytes < geometry.member_nbytes:
         raise PoolCorrupt(
             f"{path} has {nbytes} bytes, its superblock expects {geometry.member_nbytes}; "
-            "it was truncated: restore it or format the pool anew"
+            "it was truncated: restore it, or format the pool again"
         )
 
 
@@ -362,16 +364,16 @@ def check_members(superblocks: Sequence[Superblock], paths: Sequence[str]) -> No
     for place, (superblock, path) in enumerate(zip(superblocks, paths, strict=True)):
         if pool_constants(superblock) != pool_constants(first):
             raise MemberSwapped(
-                f"{path} does not belong to the pool of {paths[0]}; give the members of one pool"
+                f"{path} does not belong to the pool of {paths[0]}; pass the members of one pool"
             )
         if superblock.member_index != place:
             raise MemberSwapped(
                 f"{path} is member {superblock.member_index}, given as number {place};"
-                " give the members in the order of the format, each once"
+                " pass the members in the order of the format, each once"
             )
     if len(superblocks) != first.members:
         raise MemberMissing(
-            f"the pool has {first.members} members, {len(superblocks)} were given; give all of them"
+            f"the pool has {first.members} members, {len(superblocks)} were given; pass all of them"
         )
 
 
@@ -424,7 +426,10 @@ def decode_snapshot(raw: bytes, superblock: Superblock, path: str) -> Records:
         or not native.records_check(header)[0]
         or xxhash.xxh3_64_intdigest(packed) != descriptor.xxh3
     ):
-        raise PoolCorrupt(f"{path}: the snapshot is not the superblock's; scan the slot table")
+        raise PoolCorrupt(
+            f"{path}: the snapshot does not match its descriptor in the superblock; scan the slot"
+            " table"
+        )
     entries = np.frombuffer(packed, SNAPSHOT_ENTRY_DTYPE)
     slots = entries["slot"]
     if not (

@@ -93,7 +93,7 @@ class DeviceMemory(HostMemory):
         cls, layout: KVLayout, pages: int, *, order: str | None = None, hugepages: bool = True
     ) -> Self:
         """Raises Unsupported: allocate a tensor and pass it to `from_buffer` instead."""
-        raise Unsupported("allocate a CUDA tensor and give it to DeviceMemory.from_buffer")
+        raise Unsupported("allocate a CUDA tensor and pass it to DeviceMemory.from_buffer")
 
     def follow(self, stream: int) -> None:
         """Makes later puts and loads wait for the work that is on `stream` now: kernels that fill
@@ -144,7 +144,9 @@ class DeviceMemory(HostMemory):
             deadline = time.monotonic() + _COPY_TIMEOUT_S
             while not driver.is_stream_done(stream):
                 if time.monotonic() > deadline:
-                    raise DeviceTimeout("the GPU did not copy a page in time; is it busy?")
+                    raise DeviceTimeout(
+                        "the GPU did not copy a page in time; check whether it is busy"
+                    )
                 time.sleep(0.0001)
         finally:
             driver.destroy_stream(stream)
@@ -152,5 +154,5 @@ class DeviceMemory(HostMemory):
 
 def _required(gpu: GpuEngine | None) -> GpuEngine:
     if gpu is None:
-        raise ConfigError("a pool in GPU memory needs gpu=, the engine that moves its pages")
+        raise ConfigError("pass gpu=, the engine that moves the pages of this GPU memory")
     return gpu

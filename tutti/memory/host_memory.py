@@ -98,7 +98,7 @@ class HostMemory(Owned):
         if nbytes < need:
             raise ConfigError(
                 f"{pages} pages of {layout.object_nbytes} bytes need {need} bytes, the buffer has "
-                f"{nbytes}; give a larger buffer or fewer pages"
+                f"{nbytes}; pass a larger buffer or fewer pages"
             )
         layers = layout.layers
         segments = np.array(layout.segments, np.uint64)

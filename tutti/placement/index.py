@@ -296,8 +296,8 @@ class Index:
         assert _OWNS_KEY[self.state[slots]].all(), "a slot without a key cannot be transferred"
         if int(self.pins[slots].max(initial=0)) + slots.size > PINS_MAX:
             raise CapacityError(
-                f"an object has about {PINS_MAX} transfers in flight, the most that can be; try"
-                " again when some have ended"
+                f"an object has about {PINS_MAX} transfers in flight, which is the maximum; try"
+                " again after some have ended"
             )
         np.add.at(self.pins, slots, 1)
 

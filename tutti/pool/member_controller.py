@@ -21,8 +21,8 @@ def are_drives(names: Sequence[str]) -> bool:
     drives = [name for name in names if is_drive(name)]
     if drives and len(drives) != len(names):
         raise ConfigError(
-            f"{drives[0]} is a drive and other members are files; a pool lies on files or on"
-            " drives: leave one kind out"
+            f"{drives[0]} is a drive and other members are files; a pool is either on files"
+            " or on drives: pass only one kind"
         )
     return bool(drives)
 
@@ -39,16 +39,16 @@ def open_controller(
     if are_drives(names):
         if service_threads not in (None, len(names)):
             raise ConfigError(
-                f"service_threads={service_threads}; each drive by vfio has one thread, so give"
-                f" {len(names)}, or leave it out"
+                f"service_threads is {service_threads}, but each vfio drive has exactly one thread;"
+                f" pass {len(names)}, or omit it"
             )
         controller = open_drives(names)
         lba_nbytes = controller.info.lba_nbytes
         if lba_nbytes > BLOCK_NBYTES:
             controller.close()
             raise ConfigError(
-                f"{names[0]} has blocks of {lba_nbytes} bytes; give it blocks of 512 or 4096 with"
-                " nvme-cli"
+                f"{names[0]} has blocks of {lba_nbytes} bytes; format it with blocks of 512 or"
+                " 4096 bytes by nvme-cli"
             )
         return controller
     return FileController(names, executor=executor, lock=True, service_threads=service_threads)
@@ -68,7 +68,7 @@ def check_room(controller: NativeController, names: Sequence[str], geometry: Geo
         if nbytes < geometry.member_nbytes:
             raise CapacityError(
                 f"{name} has {nbytes} bytes ({format_nbytes(nbytes)}), a member needs"
-                f" {geometry.member_nbytes}; give a capacity of at most {len(names) * nbytes}"
+                f" {geometry.member_nbytes}; pass a capacity of at most {len(names) * nbytes}"
             )
 
 

@@ -93,12 +93,13 @@ class Members(Owned):
         for nsid, name in enumerate(names, 1):
             if _nbytes(engine, nsid) < 2 * BLOCK_NBYTES:
                 raise PoolCorrupt(
-                    f"{name} is shorter than its superblocks; check the path, or format it anew"
+                    f"{name} is too short for a member of a pool; check the path, or format the"
+                    " pool again"
                 )
             raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
             if raw.startswith(LABEL):
                 raise PoolNotFound(
-                    f"{name} is labelled for a server and holds no pool yet; give layout and"
+                    f"{name} is labelled for a server and holds no pool yet; pass layout and"
                     " capacity, or format a pool there"
                 )
             superblock, copy = choose_superblock(raw[:BLOCK_NBYTES], raw[BLOCK_NBYTES:], name)
@@ -214,8 +215,8 @@ class Members(Owned):
         newest = max(self.superblock(m).generation for m in self.present)
         if newest > COUNTER_MAX - _GENERATIONS_LEFT_MIN:
             raise PoolCorrupt(
-                f"{self._names[0]}: generation {newest} leaves no room for later superblocks, and"
-                " no pool is written that often; format the pool anew"
+                f"{self._names[0]}: generation {newest} is impossibly high, so the superblock is"
+                " damaged; format the pool again"
             )
 
     def _finish_clear(self) -> None:
@@ -235,8 +236,8 @@ def _place(found: Sequence[Superblock], names: Sequence[str]) -> list[Superblock
             raise MemberSwapped(f"{name} is not a member of the pool of {names[0]}; leave it out")
         if superblock.member_index <= last:
             raise MemberSwapped(
-                f"{name} is member {superblock.member_index}; give the members that are there in "
-                "the order of the format, each once"
+                f"{name} is member {superblock.member_index}; pass the available members in the "
+                "order of the format, each once"
             )
         last = superblock.member_index
         places[last] = superblock
@@ -250,8 +251,8 @@ def _nbytes(engine: Engine, nsid: int) -> int:
 def _check_sizes(engine: Engine, names: Sequence[str], geometry: Geometry) -> None:
     if engine.lba_nbytes != geometry.lba_nbytes:
         raise ConfigError(
-            f"the pool has LBAs of {geometry.lba_nbytes} bytes, the controller of "
-            f"{engine.lba_nbytes}; open it with the controller it was formatted with"
+            f"the pool was formatted with LBAs of {geometry.lba_nbytes} bytes, the controller has "
+            f"LBAs of {engine.lba_nbytes}; open it the way it was formatted"
         )
     for nsid, name in enumerate(names, 1):
         check_size(_nbytes(engine, nsid), geometry, name)

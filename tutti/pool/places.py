@@ -102,15 +102,15 @@ def in_folders(names: Sequence[str], layout: KVLayout | None, is_new: bool = Fal
     }
     if is_new and (others := sorted(found - {own})):
         place = f"{', '.join(folders)}: {others[0]} is there, another pool of this layout"
-        raise PoolExists(f"{place}; open it, move it away, or give files instead of folders")
+        raise PoolExists(f"{place}; open that pool, move it, or pass files instead of folders")
     if len(found) > 1:
         files = ", ".join(sorted(found))
-        raise ConfigError(f"{folders[0]} has several pools; give the files of one: {files}")
+        raise ConfigError(f"{folders[0]} has several pools; pass the files of one: {files}")
     file = next(iter(found), own)
     if file is None:
         raise PoolNotFound(
-            f"{folders[0]} has no pool; correct the path, or make one: `tutti format`, or give"
-            " layout and capacity to tutti.open"
+            f"{folders[0]} has no pool; correct the path, or make one: use `tutti format`, or"
+            " pass layout and capacity to tutti.open"
         )
     members = [_file_in(name, file) if name in folders else name for name in names]
     check_distinct(members)
@@ -193,14 +193,14 @@ def check_distinct(names: Sequence[str]) -> None:
         identity = _identity(name)
         if identity in seen:
             raise MemberSwapped(
-                f"a path is given twice: {name} is {seen[identity]}; give each member once"
+                f"a path is given twice: {name} is {seen[identity]}; pass each member once"
             )
         seen[identity] = name
     for identity, name in seen.items():
         whole = ("block", *identity[2:])
         if identity[0] == "block" and len(identity) == 3 and whole in seen:
             raise MemberSwapped(
-                f"{name} is a partition of {seen[whole]}; give the drive or its partitions"
+                f"{name} is a partition of {seen[whole]}; pass either the drive or its partitions"
             )
 
 

@@ -201,8 +201,8 @@ def format_missing(
             continue
         if capacity is None or layout is None:
             raise PoolNotFound(
-                f"{names[0]} does not exist; correct the path, or make a pool: `tutti format`, or"
-                " give layout and capacity to tutti.open"
+                f"{names[0]} does not exist; correct the path, or make a pool: use `tutti format`,"
+                " or pass layout and capacity to tutti.open"
             )
         with contextlib.suppress(PoolExists):
             format(names, layout, capacity, executor=executor)
@@ -210,7 +210,7 @@ def format_missing(
                 advice = "if a drive should be mounted there, remove the pool and mount it first"
                 _log.warning("made a new pool in %s; %s", where, advice)
             return
-    raise PoolInUse(f"{names[0]} is made by another process; open it when that is done")
+    raise PoolInUse(f"another process is formatting {names[0]}; open it later")
 
 
 def _missing(names: Sequence[str]) -> list[str]:
@@ -227,7 +227,10 @@ def label(paths: Paths, *, force: Force = False) -> None:
     if not are_drives(names):
         for name in names:
             if device_name(name) is None:
-                raise ConfigError(f"{name} is not a device; a server makes its files by itself")
+                raise ConfigError(
+                    f"{name} is not a device; only devices need a label, servers make files"
+                    " themselves"
+                )
         check_devices(names, force)
     with open_controller(names) as controller, opened_io(controller) as (_, io):
         if are_drives(names):
@@ -321,9 +324,9 @@ def _are_labelled(names: Sequence[str]) -> bool:
     found = _labelled(names)
     if any(found) and not all(found):
         raise MemberMissing(
-            f"{names[found.index(True)]} has no pool yet, {names[found.index(False)]} is not"
-            " labelled for one: give all members of the pool, or label all of them with `tutti"
-            " format --for-server`"
+            f"{names[found.index(True)]} is labelled and has no pool yet,"
+            f" {names[found.index(False)]} is not labelled; pass all members of one pool, or label"
+            " all devices with `tutti format --for-server`"
         )
     return all(found)
 
@@ -387,11 +390,11 @@ def member_names(paths: Paths) -> list[str]:
             os.fsencode(name)
     except (TypeError, ValueError) as error:  # also a name that cannot be encoded
         raise ConfigError(
-            f"{paths!r} is neither a path nor a sequence of paths; give text"
+            f"{paths!r} is neither a path nor a sequence of paths; pass text"
         ) from error
     if has_zeros:
-        raise ConfigError(f"{paths!r} is not a path: give text without zero bytes")
+        raise ConfigError(f"{paths!r} is not a path; pass text without zero bytes")
     if not names or "" in names:
-        raise ConfigError("a pool lies somewhere; give at least one path, and none that is empty")
+        raise ConfigError("no path, or an empty path, was given; pass at least one path")
     check_distinct(names)
     return names

@@ -287,7 +287,7 @@ def test_loads_end_when_the_context_is_lost(
 
 def test_memory_of_a_gpu_is_registered_once() -> None:
     with rig_over_memory() as rig:
-        with pytest.raises(ConfigError, match="register memory once"):
+        with pytest.raises(ConfigError, match="do not register it again"):
             rig.store.register(rig.pool)
         rig.store.unregister(rig.pool)
         assert not rig.store._resources.memories
