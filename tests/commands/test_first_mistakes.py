@@ -283,7 +283,7 @@ def test_the_pool_of_another_model(tmp_path: Path) -> None:
 
 
 def test_an_array_in_place_of_a_layout() -> None:
-    with pytest.raises(ConfigError, match="layout has type bytearray; give a KVLayout"):
+    with pytest.raises(ConfigError, match="layout has type bytearray; pass a KVLayout"):
         HostMemory.from_buffer(bytearray(4096), LAYOUT, 1)  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_a_client_is_scheduled_by_the_speeds_that_its_agent_found(
     caplog.set_level(logging.INFO, "tutti")
     try:
         with tutti.connect(f"unix:{socket}", LAYOUT, "32MiB", lookup_timeout_s=LOOKUP_S) as store:
-            (line,) = [one for one in caplog.messages if "scheduling by" in one]
+            (line,) = [one for one in caplog.messages if "scheduling with" in one]
             source = store.stats()["profile"]
             assert source in KNOWN
             assert f"the medium is the agent's, {source} (" in line

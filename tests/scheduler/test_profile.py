@@ -121,7 +121,7 @@ DAMAGE = [
     (change("io.read.0", "row"), "numbers"),
     (change("io.read.0.0", -4096), "amounts"),
     (change("io.read.0.2", 1e-3), "faster"),
-    (change("io.write.2.2", 7e9), "below an hour"),
+    (change("io.write.2.2", 7e9), "most an hour"),
     (change("io.both.0", [1 << 20, 65536, 5.0]), "numbers"),
     (change("compute.decode.0.2", -3), "above 0"),
     (change("io.read.1.0", 1 << 20), "twice"),

@@ -79,9 +79,9 @@ def test_one_line_of_the_log_says_by_what_a_pool_is_scheduled(
         storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
         storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
         storage.close()
-    (line,) = [one for one in caplog.messages if "scheduling by" in one]
+    (line,) = [one for one in caplog.messages if "scheduling with" in one]
     assert line.startswith(
-        ("scheduling by a profile: the medium is ", "scheduling by an estimated")
+        ("scheduling with a profile: the medium is ", "scheduling with an estimated")
     )
 
 

@@ -346,7 +346,7 @@ def test_one_pool_has_one_owner(tmp_path: Path) -> None:
     [
         ({"pth": "x"}, "did you mean 'path'"),
         ({"capacity": None}, "'capacity' is missing"),
-        ({"pin_lookups": 0}, "give an integer from 1"),
+        ({"pin_lookups": 0}, "pass an integer from 1"),
         ({"allow_unwatched_weights": False}, "updates of weights would go unnoticed"),
     ],
 )

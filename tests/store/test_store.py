@@ -66,7 +66,7 @@ def test_what_was_put_is_loaded(
             ticket.wait_layer(layer, 5)
             ticket.wait_layer(layer, 5)  # repeated waits are allowed
         for layer in (-1, layout.layers):
-            with pytest.raises(PageRangeError, match="name one from 0"):
+            with pytest.raises(PageRangeError, match="pass one from 0"):
                 ticket.wait_layer(layer, 5)
         assert [pool.read(int(page)) for page in pages] == contents
 
@@ -107,7 +107,7 @@ def test_memory_has_a_whole_number_of_pages(pages: Any) -> None:
         lambda: HostMemory.from_buffer(LAYOUT, bytearray(LAYOUT.object_nbytes), pages),
         lambda: HostMemory.from_layers(LAYOUT, layers, pages),
     ):
-        with pytest.raises(ConfigError, match="give an integer"):
+        with pytest.raises(ConfigError, match="pass an integer"):
             make()
 
 

@@ -62,7 +62,7 @@ def belongs_in(place: str) -> Rule:
     """A rule for a keyword that is given elsewhere: always raises."""
 
     def check(name: str, value: Any) -> None:
-        raise ConfigError(f"{name} is not a parameter here; put it into {place}")
+        raise ConfigError(f"{name} is not a parameter of this function; pass it in {place}")
 
     return check
 
@@ -70,24 +70,24 @@ def belongs_in(place: str) -> Rule:
 def flag(name: str, value: Any) -> None:
     """Raises ConfigError for anything but True and False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; give True or False")
+        raise ConfigError(f"{name} is {value!r}; pass True or False")
 
 
 def text(name: str, value: Any) -> None:
     """Raises ConfigError for anything but a string that UTF-8 can encode."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}; give a string")
+        raise ConfigError(f"{name} is {value!r}; pass a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is {value!r}; give a string without surrogates") from error
+        raise ConfigError(f"{name} is {value!r}; pass a string without surrogates") from error
 
 
 def path_text(name: str, value: Any) -> None:
     """Raises ConfigError for what is not the text of a path."""
     text(name, value)
     if "\0" in value:
-        raise ConfigError(f"{name} is {value!r}; give one without zero bytes")
+        raise ConfigError(f"{name} is {value!r}; pass one without zero bytes")
 
 
 def socket_path(name: str, value: Any) -> None:
@@ -108,7 +108,7 @@ def pin_name(name: str, value: Any) -> None:
 def function(name: str, value: Any) -> None:
     """Raises ConfigError for what cannot be called."""
     if not callable(value):
-        raise ConfigError(f"{name} is {value!r}; give a function")
+        raise ConfigError(f"{name} is {value!r}; pass a function")
 
 
 def one_of(*choices: str) -> Rule:
@@ -127,7 +127,7 @@ def instance(kind: type) -> Rule:
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
             given = type(value).__name__  # the repr of an array is many lines
-            raise ConfigError(f"{name} has type {given}; give a {kind.__name__}")
+            raise ConfigError(f"{name} has type {given}; pass a {kind.__name__}")
 
     return check
 
@@ -135,13 +135,13 @@ def instance(kind: type) -> Rule:
 def seconds(name: str, value: Any) -> float:
     """A duration from 0 to a day in seconds.  Raises ConfigError for anything else."""
     if isinstance(value, bool | str | bytes):
-        raise ConfigError(f"{name} is {value!r}; give a number of seconds")
+        raise ConfigError(f"{name} is {value!r}; pass a number of seconds")
     try:
         duration_s = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} is {value!r}; give a number of seconds") from error
+        raise ConfigError(f"{name} is {value!r}; pass a number of seconds") from error
     if not 0 <= duration_s <= SECONDS_MAX:
-        raise ConfigError(f"{name} is {value!r}; give 0 to {SECONDS_MAX:g} seconds, at most a day")
+        raise ConfigError(f"{name} is {value!r}; pass 0 to {SECONDS_MAX:g} seconds, at most a day")
     return duration_s
 
 
@@ -150,22 +150,22 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ConfigError(f"{name} is {value!r}; give an integer") from error
+        raise ConfigError(f"{name} is {value!r}; pass an integer") from error
     if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(f"{name} is {value!r}; give an integer from {low} to {high}")
+        raise ConfigError(f"{name} is {value!r}; pass an integer from {low} to {high}")
     return number
 
 
 def share(name: str, value: Any) -> float:
     """A number from 0 to 1.  Raises ConfigError for anything else."""
     if isinstance(value, bool | str | bytes):
-        raise ConfigError(f"{name} is {value!r}; give a number from 0 to 1")
+        raise ConfigError(f"{name} is {value!r}; pass a number from 0 to 1")
     try:
         part = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} is {value!r}; give a number from 0 to 1") from error
+        raise ConfigError(f"{name} is {value!r}; pass a number from 0 to 1") from error
     if not 0 <= part <= 1:
-        raise ConfigError(f"{name} is {value!r}; give a number from 0 to 1")
+        raise ConfigError(f"{name} is {value!r}; pass a number from 0 to 1")
     return part
 
 

@@ -35,7 +35,7 @@ def parse_nbytes(size: str | int) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise ConfigError(f"size {size} is negative; give a number of bytes or e.g. '64GiB'")
+            raise ConfigError(f"size {size} is negative; pass a number of bytes or e.g. '64GiB'")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = _UNIT_NBYTES.get(match[2].lower()) if match else None

@@ -87,7 +87,7 @@ def is_off(choice: ProfileChoice) -> bool:
     """Whether a choice of profile means none.  Raises ConfigError for what is not a choice."""
     if choice is not None and not isinstance(choice, str | os.PathLike):
         raise ConfigError(
-            f'profile is {choice!r}; give "auto", the path of a file that `tutti profile` wrote, or'
+            f'profile is {choice!r}; pass "auto", the path of a file that `tutti profile` wrote, or'
             " None for no scheduling"
         )
     return choice is None or choice == OFF
@@ -122,7 +122,7 @@ def find_profile(
         given = load_profile(choice)
         reasons = given.mismatches(machine, _model_of(given, None if any_model else model))
         if not reasons:
-            _log.info("scheduling by the profile %s", choice)
+            _log.info("scheduling with the profile %s", choice)
             return given, FILE
         for reason in reasons:
             _log.warning("the profile %s is not used: %s", choice, reason)
@@ -250,14 +250,14 @@ def _find(
         if found is not None:
             profile, source = found
             _log.info(
-                "scheduling by a profile: the medium is %s (%.2f GB/s read, interference %.1f),"
+                "scheduling with a profile: the medium is %s (%.2f GB/s read, interference %.1f),"
                 " computing is estimated",
                 "from the cache" if source == CACHE else source,
                 profile.read_gb_per_s,
                 profile.interference,
             )
             return profile, source
-    _log.warning("scheduling by an estimated profile: %s", why)
+    _log.warning("scheduling with an estimated profile: %s", why)
     return estimated, ESTIMATED
 
 
@@ -268,7 +268,7 @@ def _told(speeds: Speeds, document: Mapping[str, Any]) -> tuple[TableProfile, st
     except (LookupError, TypeError) as error:
         raise ProfileError(f"the agent's speeds of the medium cannot be used: {error!r}") from error
     _log.info(
-        "scheduling by a profile: the medium is the agent's, %s (%.2f GB/s read, interference"
+        "scheduling with a profile: the medium is the agent's, %s (%.2f GB/s read, interference"
         " %.1f), computing is estimated",
         speeds.source,
         profile.read_gb_per_s,

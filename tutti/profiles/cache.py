@@ -51,7 +51,7 @@ class CachedSpeeds:
             with open_regular(self.path) as file:
                 content = json.loads(file.read(_FILE_NBYTES_MAX))
             if content["facts"] != self._facts:
-                raise ValueError("it is of another machine")
+                raise ValueError("it was measured on another machine")
             io = content["io"]
         except FileNotFoundError:
             return None
@@ -74,7 +74,7 @@ class CachedSpeeds:
         except OSError as error:
             _log.warning(
                 "the profile is not cached (%s); the medium is measured again at the next start."
-                " Make %s writable, or name a file with profile=",
+                " Make %s writable, or pass a file with profile=",
                 error,
                 self.path.parent,
             )

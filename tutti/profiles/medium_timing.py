@@ -47,8 +47,8 @@ class Medium:
     ) -> None:
         if nbytes < 2 * largest_nbytes:
             raise ConfigError(
-                f"a file of {format_nbytes(nbytes)} is too small for transfers of"
-                f" {format_nbytes(largest_nbytes)} that do not repeat; make it larger"
+                f"a file of {format_nbytes(nbytes)} is too small: transfers of"
+                f" {format_nbytes(largest_nbytes)} would read the same bytes again; make it larger"
             )
         self._paths = member_names(paths)
         self._files = [path for path in self._paths if not is_device(path)]

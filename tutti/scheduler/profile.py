@@ -126,16 +126,18 @@ def load_profile(path: str | os.PathLike[str]) -> TableProfile:
         with open_regular(path) as file:
             content = file.read(_FILE_NBYTES_MAX + 1)
         if len(content) > _FILE_NBYTES_MAX:
-            raise ProfileError(f"{Path(path).name} is too long for a profile; name another file")
+            raise ProfileError(f"{Path(path).name} is too long for a profile; choose another file")
         document = json.loads(content)
     except OSError as error:
         raise ProfileError(
             f"cannot read {Path(path).name}: {error.strerror}; make it with `tutti profile`"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{Path(path).name} is not JSON: {error}; make it anew") from error
+        raise ProfileError(
+            f"{Path(path).name} is not JSON: {error}; run `tutti profile` again"
+        ) from error
     if not isinstance(document, dict):
-        raise ProfileError(f"{Path(path).name} holds no JSON object; make it anew")
+        raise ProfileError(f"{Path(path).name} has no JSON object; run `tutti profile` again")
     return TableProfile(document)
 
 
@@ -207,14 +209,16 @@ def _estimated_io(drive: AssumedDrive, slice_nbytes: int) -> dict[str, Any]:
 def _half(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     half = document.get(name)
     if not isinstance(half, dict):
-        raise ProfileError(f"the profile has no {name}; run `tutti profile` again, it resumes")
+        raise ProfileError(
+            f"the profile has no {name}; run `tutti profile` again, which measures what is missing"
+        )
     return half
 
 
 def _positive(document: Mapping[str, Any], name: str) -> int:
     value = document.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ProfileError(f"{name} is {value!r} in the profile; it is a number of bytes above 0")
+        raise ProfileError(f"{name} is {value!r} in the profile; it must be an integer above 0")
     return value
 
 
@@ -222,8 +226,8 @@ def _check_bandwidth(name: str, rows: list[list[float]]) -> None:
     for nbytes, slice_nbytes, time_us, *_ in rows:
         if nbytes / time_us / 1e3 > _GB_PER_S_MAX:
             raise ProfileError(
-                f"{name} of {nbytes} bytes in slices of {slice_nbytes} says {time_us} us, faster"
-                f" than {_GB_PER_S_MAX:g} GB/s; measure it again"
+                f"{name} of {nbytes} bytes in slices of {slice_nbytes} takes {time_us} us in the"
+                f" profile, which is faster than {_GB_PER_S_MAX:g} GB/s; measure it again"
             )
 
 
@@ -233,7 +237,7 @@ def _engine_times(engines: object) -> dict[str, dict[str, float]]:
     for tier, times in tiers.items():
         rows: list[Any] = list(times.values()) if isinstance(times, dict) else [-1]
         if not all(type(us) in (int, float) and 0 < us < math.inf for us in rows):
-            raise ProfileError(f"engines has {times!r} for {tier}; give microseconds above 0")
+            raise ProfileError(f"engines has {times!r} for {tier}; times must be above 0 us")
     return tiers
 
 
@@ -245,6 +249,6 @@ def _mover_points(movers: dict[str, Any]) -> list[tuple[int, float]]:
     for row in rows:
         is_pair = isinstance(row, list) and [type(v) in (int, float) for v in row] == [True] * 2
         if not is_pair or not 1 <= row[0] <= _SMS_MAX or not 0 < row[1] <= _GB_PER_S_MAX:
-            raise ProfileError(f"the mover has the point {row!r}; give SMs and GB/s above 0")
+            raise ProfileError(f"the mover has the point {row!r}; SMs and GB/s must be above 0")
         points.append((int(row[0]), float(row[1])))
     return points

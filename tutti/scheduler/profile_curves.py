@@ -76,7 +76,7 @@ class Family:
         if missing:
             raise ProfileError(
                 f"{name} lacks {len(missing)} of {len(amounts) * len(parameters)} points, the first"
-                f" {missing[0]}; run `tutti profile` again, it resumes"
+                f" {missing[0]}; run `tutti profile` again, which measures what is missing"
             )
         curves = [(y, Curve((x, times[x, y]) for x in amounts)) for y in parameters]
         return cls(curves, rising=rising)
@@ -105,13 +105,14 @@ def check_rows(name: str, rows: object, columns_after: int) -> list[list[float]]
     for row in rows:
         is_row = isinstance(row, list) and len(row) > columns_after
         if not is_row or not all(_is_number(value) for value in row):
-            raise ProfileError(f"{name} has the row {row!r}; rows hold numbers, one in each column")
+            raise ProfileError(f"{name} has the row {row!r}; rows must be numbers, one per column")
         if row[0] <= 0 or row[1] < 0:
-            raise ProfileError(f"{name} has a point at {row[:2]}; amounts are above 0")
+            raise ProfileError(f"{name} has a point at {row[:2]}; amounts must be above 0")
         for value in row[2:]:
             if not 0 < value <= VALUE_US_MAX:
                 raise ProfileError(
-                    f"{name} says {value} us at {row[:2]}; times are above 0 and below an hour"
+                    f"{name} has the time {value} us at {row[:2]}; times must be above 0 and at"
+                    " most an hour"
                 )
     return rows
 

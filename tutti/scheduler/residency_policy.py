@@ -47,14 +47,17 @@ def plan_groups(
     """
     sizes = np.asarray(group_nbytes, np.int64)
     if sizes.ndim != 1 or (sizes < 0).any():
-        raise ConfigError("sizes of groups are one number for each, and not negative")
+        raise ConfigError("group_nbytes must have one number per group, none of them negative")
     if not 0.0 <= share <= 1.0 or budget_nbytes < 0:
-        raise ConfigError(f"share is {share}, budget {budget_nbytes}; X lies from 0 to the budget")
+        raise ConfigError(
+            f"share is {share} and the budget {budget_nbytes} bytes; share must be from 0 to 1, and"
+            " the budget not negative"
+        )
     order = np.arange(sizes.size)
     if heat is not None:
         warmth = np.asarray(heat, float)
         if warmth.shape != sizes.shape or np.isnan(warmth).any():
-            raise ConfigError(f"heat has the shape {warmth.shape}; give one number for each group")
+            raise ConfigError(f"heat has the shape {warmth.shape}; pass one number per group")
         order = np.argsort(-warmth, kind="stable")
     taken = np.cumsum(sizes[order]) <= math.floor(share * budget_nbytes)
     buffered = np.zeros(sizes.size, np.bool_)

@@ -39,7 +39,7 @@ class ModelShape:
         numbers = asdict(self)
         for name, value in numbers.items():
             if name != "name" and not 0 < value < 1e15:
-                raise ConfigError(f"a model with {name}={value}; give a positive number")
+                raise ConfigError(f"a model with {name}={value}; pass a positive number")
 
     @property
     def slice_nbytes_per_token(self) -> int:

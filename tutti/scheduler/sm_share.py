@@ -47,7 +47,10 @@ def choose_partition(
     if not (math.isfinite(medium_gb_per_s) and medium_gb_per_s >= 0):
         raise ConfigError(f"the medium moves {medium_gb_per_s} GB/s; measure it first")
     if least < 1 or step < 1 or not 0 < share_max <= 1:
-        raise ConfigError(f"partitions from {least} SMs in steps of {step}, {share_max} of all")
+        raise ConfigError(
+            f"least is {least}, step is {step}, share_max is {share_max}; least and step must be at"
+            " least 1, and share_max above 0 and at most 1"
+        )
     sizes = range(least, math.floor(sms * share_max) + 1, step)
     if not sizes:
         raise Unsupported(
@@ -68,7 +71,7 @@ def _curve(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
         if sms < 1 or not (math.isfinite(rate) and rate >= 0):
             raise ConfigError(f"a mover with {sms} SMs and {rate} GB/s; measure it again")
         if sms == curve[-1][0]:
-            raise ConfigError(f"two points for {sms} SMs; give one")
+            raise ConfigError(f"two points for {sms} SMs; pass one")
         curve.append((float(sms), max(rate, curve[-1][1])))
     if len(curve) == 1:
         raise ConfigError("no points of the mover; run `tutti profile`")

@@ -66,7 +66,7 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(
                 f"cannot write the scheduler's trace {path}: {error.strerror}; choose a folder that"
-                " is there and that this user may write to"
+                " exists and that this user may write to"
             ) from error
 
     def __call__(self, event: Event, decision: Decision) -> None:

@@ -143,8 +143,8 @@ class Catalogue(Owned):
         deallocate_empty(core, self._reclaimer, gone)
         if slots.size or not voided:
             raise DeviceTimeout(
-                f"{gone.size} objects were removed, {slots.size} are still being transferred; try"
-                " again"
+                f"{gone.size} objects were removed, but their records may not be voided yet;"
+                f" {slots.size} are still being transferred: try again"
             )
         return int(gone.size)
 
@@ -162,8 +162,8 @@ class Catalogue(Owned):
                 most = int(core.index.slots * core.config.pin_share)
                 if core.lookup_pins.reserved + new > most:
                     raise CapacityError(
-                        f"{core.lookup_pins.reserved} objects are pinned and {new} more are to be,"
-                        f" at most {most} may be; unpin some, or raise pin_share"
+                        f"{core.lookup_pins.reserved} objects are pinned and {new} more cannot"
+                        f" be pinned, the limit is {most}; unpin some, or raise pin_share"
                     )
             return self._change(keys, pinned=True)
 

@@ -353,8 +353,8 @@ class Core(InFlight):
         first = self.sequence
         if first + n > COUNTER_MAX:
             raise PoolCorrupt(
-                f"the pool's sequence numbers are used up at {first}, which no use of it explains;"
-                " format the pool anew"
+                f"no sequence numbers are left after {first}, so the pool must be damaged; format"
+                " the pool again"
             )
         self.sequence += n
         return first
@@ -403,8 +403,8 @@ class Core(InFlight):
                 job = self.engine.deallocate(*where, timeout_s=timeout_s)
                 if not job.wait_released(timeout_s + self.config.timeout_s):
                     raise DeviceTimeout(
-                        "the medium did not answer a deallocate, which may still erase what is put "
-                        "into that space from now on; open the pool again"
+                        "the medium did not complete a deallocate in time and may still erase data "
+                        "that is written there later; open the pool again"
                     )
                 if job.report().status == 0:  # otherwise the drive keeps them, which is harmless
                     self.counters.deallocated_nbytes += int(count.sum()) * geometry.lba_nbytes

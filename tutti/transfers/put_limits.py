@@ -36,7 +36,7 @@ class Quota:
 
     def __post_init__(self) -> None:
         if not tenant_of(self.namespace):
-            raise ConfigError("a quota needs the name of a namespace")
+            raise ConfigError("a quota has an empty namespace; pass its name")
         for name, value in (("nbytes", self.nbytes), ("write_budget", self.write_budget)):
             if value is not None:
                 whole(f"{name} of {self.namespace}", value, 1, 2**62)
@@ -123,8 +123,8 @@ class Quotas:
             other = self._accounts.setdefault(tenant_of(quota.namespace), account)
             if other is not account:
                 raise ConfigError(
-                    f"the quotas of {other.quota.namespace!r} and {quota.namespace!r} cannot be"
-                    " told apart; name each namespace once, or rename one"
+                    f"namespaces {other.quota.namespace!r} and {quota.namespace!r} have the same"
+                    " number on the medium; pass one quota per namespace, or rename one"
                 )
 
     def grant(self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]) -> Grant:

@@ -399,5 +399,5 @@ class PutTogether:
 def check_lengths(keys: Keys, pages: U32) -> U32:
     """The pages, if there is one per key.  Raises ConfigError."""
     if len(keys) != pages.size:
-        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; give one page per key")
+        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; pass one page per key")
     return pages

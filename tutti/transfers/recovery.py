@@ -127,8 +127,8 @@ def _member_entries(core: Core, member: int, superblock: Superblock | None) -> t
         entries, top = scan_member(core, member)
         if entries.size < superblock.snapshot.entries:
             _log.warning(
-                "%s: %d of the %d records it was closed with are torn or overwritten; their"
-                " objects are misses",
+                "%s: %d of the %d records of the last clean close are torn or overwritten; their"
+                " objects are lost",
                 core.members.name(member),
                 superblock.snapshot.entries - entries.size,
                 superblock.snapshot.entries,

@@ -76,7 +76,7 @@ class StoreConfig:
         if config is None:
             return cls(**given)  # type: ignore[arg-type]
         if not isinstance(config, cls):
-            raise ConfigError(f"config is {config!r}; give a StoreConfig")
+            raise ConfigError(f"config is {config!r}; pass a StoreConfig")
         if given:
             names = ", ".join(given)
             raise ConfigError(f"config and {names} are given; put {names} into the StoreConfig")
@@ -93,14 +93,14 @@ class StoreConfig:
         whole("pin_lookups", self.pin_lookups, 1, 2**31)
         whole("digest_cache_nbytes", self.digest_cache_nbytes, 0, 2**48)
         if seconds("timeout_s", self.timeout_s) == 0:
-            raise ConfigError("timeout_s is 0; give more than 0 seconds, at most a day")
+            raise ConfigError("timeout_s is 0; pass more than 0 seconds, at most a day")
         if not callable(getattr(self.eviction_policy, "victims", None)):
             names = ", ".join(POLICIES)
             raise ConfigError(
-                f"eviction is {self.eviction!r}; give one of {names}, or an EvictionPolicy"
+                f"eviction is {self.eviction!r}; pass one of {names}, or an EvictionPolicy"
             )
         if not isinstance(self.schedule, Schedule | None):
-            raise ConfigError(f"schedule is {self.schedule!r}; give a Schedule, or None")
+            raise ConfigError(f"schedule is {self.schedule!r}; pass a Schedule, or None")
         if self.window_nbytes is not None:
             whole("window_nbytes", self.window_nbytes, 1, 2**48)
         if self.write_budget is not None:

@@ -88,7 +88,7 @@ class PutTicket(Owned):
         """
         if not self._progress.wait(timeout_s):
             raise DeviceTimeout(
-                f"the put is not done after {timeout_s:g} s; its pages stay in use, wait again"
+                f"the put is not done after {timeout_s:g} s; do not change its pages, wait again"
             )
         octets = self.outcome.tobytes()
         if octets.count(Outcome.FAILED):
@@ -248,7 +248,7 @@ class LoadTicket(Owned):
     def _check_layer(self, layer: int) -> None:
         layers = self._progress.layers
         if not isinstance(layer, int | np.integer) or not 0 <= layer < layers:
-            raise PageRangeError(f"layer {layer!r} does not exist; name one from 0 to {layers - 1}")
+            raise PageRangeError(f"layer {layer!r} does not exist; pass one from 0 to {layers - 1}")
 
     def order_stream(self, stream: int, layer: int) -> None:
         """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.
