@@ -450,7 +450,7 @@ def test_files_that_cannot_be_opened(
         FileController([tmp_path])
     with pytest.raises(ConfigError, match="neither a file nor a block device"):
         FileController(["/dev/null"])
-    with pytest.raises(ConfigError, match="give at least one"):
+    with pytest.raises(ConfigError, match="pass at least one"):
         FileController([])
     (tmp_path / "small").write_bytes(b"x")
     with pytest.raises(ConfigError, match="less than a block"):

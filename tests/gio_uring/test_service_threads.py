@@ -150,7 +150,7 @@ def test_members_that_one_thread_each_serves(tmp_path: Path) -> None:
         assert len(controller.handles) == 1, "one drive"
     with pytest.raises(ConfigError, match="service_threads=0"):
         FileController(paths, service_threads=0)
-    with pytest.raises(ConfigError, match=r"service_threads=3; .* give 1 to 2"):
+    with pytest.raises(ConfigError, match=r"service_threads=3; .* pass 1 to 2"):
         FileController(paths, service_threads=3)
 
 

@@ -156,7 +156,7 @@ class FileController(NativeController):
         if lba_nbytes & (lba_nbytes - 1) or not 512 <= lba_nbytes <= 64 * KiB:
             raise ConfigError(f"lba_nbytes={lba_nbytes} is not a power of two from 512 to 65536")
         if not files:
-            raise ConfigError("a controller without files; give at least one")
+            raise ConfigError("a controller without files; pass at least one")
         self.members: list[FileMember] = []
         self._own_members: list[FileMember] = []
         handles: list[int] = []
@@ -181,7 +181,7 @@ class FileController(NativeController):
             most = len(self.members) if record_fd is None else 1
             if service_threads is not None and not 1 <= service_threads <= most:
                 raise ConfigError(
-                    f"service_threads={service_threads}; each serves at least one file: give 1 to"
+                    f"service_threads={service_threads}; each serves at least one file: pass 1 to"
                     f" {most}{'' if record_fd is None else ' with record_fd'}"
                 )
             self._routes, service_threads = _deal(_drives_of(self.members), service_threads)

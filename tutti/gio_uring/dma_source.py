@@ -88,7 +88,7 @@ def choose_source(sources: Sequence[DmaAddressSource]) -> DmaAddressSource:
     raise Unsupported(
         "no source of DMA addresses of GPU memory works here. "
         + ". ".join(reasons)
-        + ". Use tier T1 or T0, or give a source"
+        + ". Use tier T1 or T0, or pass a source"
     )
 
 
@@ -131,7 +131,7 @@ def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) ->
     inner = _cut(extents, guard, nbytes - guard)
     nlb = (nbytes - 2 * guard) // lba_nbytes
     if nlb < 1 or nbytes % lba_nbytes:
-        raise MediumError("too little memory for a proof; give at least three whole blocks")
+        raise MediumError("too little memory for a proof; pass at least three whole blocks")
 
     stored = rng.randbytes(nbytes)
     path.write_host(rng.randbytes(nlb * lba_nbytes), slba)

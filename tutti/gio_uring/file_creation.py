@@ -179,7 +179,7 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
         return
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{name} is neither a file nor a block device; give one of those")
+        raise ConfigError(f"{name} is neither a file nor a block device; pass one of those")
     # fallocate would take all free space before it fails, and other pools on this file system
     # could not write meanwhile.
     room = os.fstatvfs(fd)

@@ -138,7 +138,7 @@ class FileMember(Owned):
             return status.st_size
         if not stat.S_ISBLK(status.st_mode):
             raise ConfigError(
-                f"{self.name} is neither a file nor a block device; give one of those"
+                f"{self.name} is neither a file nor a block device; pass one of those"
             )
         return os.lseek(self.fd, 0, os.SEEK_END)
 
@@ -193,7 +193,7 @@ class FileMember(Owned):
         if status.st_size < self.nbytes:
             raise PoolMoved(
                 f"{self.name} was truncated to {status.st_size} of {self.nbytes} bytes while it was"
-                " open; format it anew"
+                " open; format it again"
             )
         if self._path is None:
             return

@@ -71,7 +71,7 @@ class PagedMemory:
         if not 1 <= len(self.segment_nbytes) <= SEGMENTS_MAX:
             raise ConfigError(f"a slice has 1 to {SEGMENTS_MAX} segments")
         if len(self.stride_nbytes) != len(self.segment_nbytes):
-            raise ConfigError("give one stride per segment")
+            raise ConfigError("pass one stride per segment")
 
     @cached_property
     def table(self) -> U64:
@@ -114,7 +114,7 @@ class PagedMemory:
                     f"use page numbers from 0 to {self.pages - 1}"
                 )
             if once and len(set(numbers)) != len(numbers):
-                raise ConfigError("a page is named twice; give every key a page of its own")
+                raise ConfigError("a page is named twice; pass a different page for each key")
         return array.astype(np.uint32, order="C")
 
 

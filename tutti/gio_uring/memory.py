@@ -172,7 +172,7 @@ def address_of(buffer: Any) -> tuple[int, int]:
         raise ConfigError("the buffer is empty; pass one of at least one byte")
     if address + nbytes > 1 << 64:
         raise ConfigError(
-            f"memory at {address:#x} with {nbytes} bytes ends beyond 64 bits; give its real address"
+            f"memory at {address:#x} with {nbytes} bytes ends beyond 64 bits; pass its real address"
         )
     return address, nbytes
 

@@ -65,7 +65,7 @@ def open_drives(names: Sequence[str]) -> NativeController:
             for address in addresses
         ]
         if len(set(places)) != len(places):
-            raise ConfigError("a namespace is given twice; give each one once")
+            raise ConfigError("a namespace is given twice; pass each one once")
         if len(drives) == 1 and places == [(0, n) for n in range(1, len(places) + 1)]:
             return next(iter(drives.values()))
         return SpanController(list(drives.values()), places=places)

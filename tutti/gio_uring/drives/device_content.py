@@ -83,7 +83,7 @@ def check_force(name: str, force: Any) -> None:
     """Raises ConfigError for a `force` that is neither a bool nor serial numbers."""
     several = [force] if isinstance(force, bool | str) else force
     if not isinstance(several, Sequence | Set) or isinstance(several, bytes):
-        raise ConfigError(f"{name} is {force!r}; give True, or serial numbers of drives")
+        raise ConfigError(f"{name} is {force!r}; pass True, or serial numbers of drives")
     if not all(isinstance(one, bool | str) for one in several):
         raise ConfigError(f"{name} is {force!r}; serial numbers of drives are strings")
 

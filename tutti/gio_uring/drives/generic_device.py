@@ -137,7 +137,7 @@ def claim(path: str) -> int | None:
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise PoolInUse(
-                f"{block_name(path)}, the block device of {path}, is mounted or in use; give it"
-                " back there first"
+                f"{block_name(path)}, the block device of {path}, is mounted or in use; unmount"
+                " or release it first"
             ) from error
         return None
