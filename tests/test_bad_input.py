@@ -296,7 +296,7 @@ def test_a_truncated_member(path: Path) -> None:
     content = path.read_bytes()
     for nbytes in (GEOMETRY.member_nbytes - 4096, GEOMETRY.table_offset, 8192):
         path.write_bytes(content[:nbytes])
-        refuses(PoolCorrupt, "truncated: restore it or format", lambda: tutti.store.open(path))
+        refuses(PoolCorrupt, "truncated: restore it, or format", lambda: tutti.store.open(path))
     path.write_bytes(content)
     with tutti.store.open(path) as store:
         assert load_present(store, KEYS) == (set(KEYS), set())
@@ -321,7 +321,7 @@ def test_bits_flipped_in_superblocks(path: Path, seed: int) -> None:
         path.write_bytes(original)
         flip(path, byte, bit)
         flip(path, 4096 + int(rng.integers(4096)), bit)
-        refuses(PoolCorrupt, r"damaged or torn|format the member", lambda: tutti.store.open(path))
+        refuses(PoolCorrupt, r"damaged or torn|format the pool", lambda: tutti.store.open(path))
 
 
 def make_unclean(path: Path) -> None:
