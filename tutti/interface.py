@@ -332,9 +332,7 @@ class Store(ABC):
                 raise ConfigError(
                     "no memory is registered; call allocate_memory() or register() first"
                 )
-            raise ConfigError(
-                f"{len(registered)} HostMemory objects are registered; pass one of them as memory="
-            )
+            raise ConfigError(f"{len(registered)} memories are registered; pass one as memory=")
         if not any(memory is known for known in registered):
             raise ConfigError("this memory is not registered; call store.register(memory) first")
         return memory

@@ -176,10 +176,7 @@ class ObjectStore(Owned, Store):
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
         if not any(memory is known for known in self._resources.memories):
-            raise ConfigError(
-                "this memory is not registered with the store; pass memory of register() or"
-                " allocate_memory()"
-            )
+            raise ConfigError("this memory is not registered with this store; pass one that is")
         timeout_s = self.config.timeout_s
         with self._core.withdrawn(memory.memory, timeout_s):
             if not memory.wait_idle(timeout_s):
@@ -214,9 +211,7 @@ class ObjectStore(Owned, Store):
                     self._read_once(keys, timeout_s)
                     return len(keys)
             self._prove_from = start
-            raise DeviceTimeout(
-                "the objects to verify were evicted before they could be read; try again"
-            )
+            raise DeviceTimeout("objects were evicted before they could be verified; try again")
 
     def _read_once(self, keys: npt.NDArray[np.uint8], timeout_s: float) -> None:
         """Reads unproven objects into temporary memory, which verifies them."""

@@ -194,9 +194,7 @@ class Superblock:
         another format version.
         """
         if len(raw) != BLOCK_NBYTES:
-            raise PoolCorrupt(
-                f"{path}: the superblock has {len(raw)} bytes instead of 4096; restore the member"
-            )
+            raise PoolCorrupt(f"{path}: the superblock has {len(raw)} bytes, not 4096; restore it")
         block = np.frombuffer(raw, SUPERBLOCK_DTYPE)
         row = block[0]
         if bytes(row["magic"]) != SUPERBLOCK_MAGIC:
@@ -426,10 +424,7 @@ def decode_snapshot(raw: bytes, superblock: Superblock, path: str) -> Records:
         or not native.records_check(header)[0]
         or xxhash.xxh3_64_intdigest(packed) != descriptor.xxh3
     ):
-        raise PoolCorrupt(
-            f"{path}: the snapshot does not match its descriptor in the superblock; scan the slot"
-            " table"
-        )
+        raise PoolCorrupt(f"{path}: the snapshot does not fit the superblock; scan the slot table")
     entries = np.frombuffer(packed, SNAPSHOT_ENTRY_DTYPE)
     slots = entries["slot"]
     if not (

@@ -144,9 +144,7 @@ class DeviceMemory(HostMemory):
             deadline = time.monotonic() + _COPY_TIMEOUT_S
             while not driver.is_stream_done(stream):
                 if time.monotonic() > deadline:
-                    raise DeviceTimeout(
-                        "the GPU did not copy a page in time; check whether it is busy"
-                    )
+                    raise DeviceTimeout("the GPU copied no page in time; check whether it is busy")
                 time.sleep(0.0001)
         finally:
             driver.destroy_stream(stream)

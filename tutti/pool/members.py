@@ -93,8 +93,7 @@ class Members(Owned):
         for nsid, name in enumerate(names, 1):
             if _nbytes(engine, nsid) < 2 * BLOCK_NBYTES:
                 raise PoolCorrupt(
-                    f"{name} is too short for a member of a pool; check the path, or format the"
-                    " pool again"
+                    f"{name} is too short for a member; check the path, or format the pool again"
                 )
             raw = io.read(nsid, 0, 2 * BLOCK_NBYTES)
             if raw.startswith(LABEL):

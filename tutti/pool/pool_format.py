@@ -227,10 +227,7 @@ def label(paths: Paths, *, force: Force = False) -> None:
     if not are_drives(names):
         for name in names:
             if device_name(name) is None:
-                raise ConfigError(
-                    f"{name} is not a device; only devices need a label, servers make files"
-                    " themselves"
-                )
+                raise ConfigError(f"{name} is not a device; a server makes files without a label")
         check_devices(names, force)
     with open_controller(names) as controller, opened_io(controller) as (_, io):
         if are_drives(names):

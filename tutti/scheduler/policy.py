@@ -79,16 +79,10 @@ class Limits:
         counts = (self.locked_pages, self.staged_pages, self.read_ahead_nbytes)
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
-            raise ConfigError(
-                "locked_pages, staged_pages, read_ahead_nbytes, read_patience_us, write_patience_us"
-                " and probe_us must not be negative, and margin must be from 0 to below 1"
-            )
+            raise ConfigError("limits must not be negative, and margin must be from 0 to below 1")
         windows = (self.read_window_us, self.late_window_us, self.run_us, self.slowed_run_us)
         if min(*windows, self.write_burst_us, self.idle_burst_us) <= 0:
-            raise ConfigError(
-                "read_window_us, late_window_us, run_us, slowed_run_us, write_burst_us and"
-                " idle_burst_us must be above 0"
-            )
+            raise ConfigError("*_window_us, *run_us and *_burst_us must be above 0")
         if self.pressing_pages is not None and self.pressing_pages < 1:
             raise ConfigError("pressing_pages must be at least 1, or None")
         if not 0 < self.forced_share <= 0.5:

@@ -133,9 +133,7 @@ def load_profile(path: str | os.PathLike[str]) -> TableProfile:
             f"cannot read {Path(path).name}: {error.strerror}; make it with `tutti profile`"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{Path(path).name} is not JSON: {error}; run `tutti profile` again"
-        ) from error
+        raise ProfileError(f"{Path(path).name} is not JSON: {error}; make it again") from error
     if not isinstance(document, dict):
         raise ProfileError(f"{Path(path).name} has no JSON object; run `tutti profile` again")
     return TableProfile(document)
@@ -209,9 +207,7 @@ def _estimated_io(drive: AssumedDrive, slice_nbytes: int) -> dict[str, Any]:
 def _half(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     half = document.get(name)
     if not isinstance(half, dict):
-        raise ProfileError(
-            f"the profile has no {name}; run `tutti profile` again, which measures what is missing"
-        )
+        raise ProfileError(f"the profile has no {name}; run `tutti profile` again to complete it")
     return half
 
 

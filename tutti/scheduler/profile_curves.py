@@ -76,7 +76,7 @@ class Family:
         if missing:
             raise ProfileError(
                 f"{name} lacks {len(missing)} of {len(amounts) * len(parameters)} points, the first"
-                f" {missing[0]}; run `tutti profile` again, which measures what is missing"
+                f" {missing[0]}; run `tutti profile` again to complete it"
             )
         curves = [(y, Curve((x, times[x, y]) for x in amounts)) for y in parameters]
         return cls(curves, rising=rising)
@@ -111,8 +111,7 @@ def check_rows(name: str, rows: object, columns_after: int) -> list[list[float]]
         for value in row[2:]:
             if not 0 < value <= VALUE_US_MAX:
                 raise ProfileError(
-                    f"{name} has the time {value} us at {row[:2]}; times must be above 0 and at"
-                    " most an hour"
+                    f"{name} has {value} us at {row[:2]}; times must be above 0, at most an hour"
                 )
     return rows
 

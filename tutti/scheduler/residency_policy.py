@@ -49,10 +49,7 @@ def plan_groups(
     if sizes.ndim != 1 or (sizes < 0).any():
         raise ConfigError("group_nbytes must have one number per group, none of them negative")
     if not 0.0 <= share <= 1.0 or budget_nbytes < 0:
-        raise ConfigError(
-            f"share is {share} and the budget {budget_nbytes} bytes; share must be from 0 to 1, and"
-            " the budget not negative"
-        )
+        raise ConfigError(f"share is {share}, budget {budget_nbytes}; pass 0 to 1, and 0 or more")
     order = np.arange(sizes.size)
     if heat is not None:
         warmth = np.asarray(heat, float)

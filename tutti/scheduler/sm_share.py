@@ -47,10 +47,7 @@ def choose_partition(
     if not (math.isfinite(medium_gb_per_s) and medium_gb_per_s >= 0):
         raise ConfigError(f"the medium moves {medium_gb_per_s} GB/s; measure it first")
     if least < 1 or step < 1 or not 0 < share_max <= 1:
-        raise ConfigError(
-            f"least is {least}, step is {step}, share_max is {share_max}; least and step must be at"
-            " least 1, and share_max above 0 and at most 1"
-        )
+        raise ConfigError(f"least {least}, step {step} or share_max {share_max} is out of range")
     sizes = range(least, math.floor(sms * share_max) + 1, step)
     if not sizes:
         raise Unsupported(
