@@ -64,7 +64,7 @@ def test_what_a_store_records_replays(tmp_path: Path, by_agent: bool) -> None:
 
 
 def test_a_trace_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing is scheduled with profile off"):
+    with pytest.raises(ConfigError, match="profile=off disables"):
         opened(tmp_path / "pools", scheduler_trace=str(tmp_path), profile="off")
     with pytest.raises(ConfigError, match="choose a folder that exists"):
         opened(tmp_path / "pools", scheduler_trace=str(tmp_path / "none"))

@@ -89,7 +89,7 @@ def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
         ("/pools", ["page_cache_share=1.5"], "page_cache_share is 1.5; pass a number from 0 to 1"),
         ("/pools", ["service_threads=65"], "service_threads is 65; pass an integer from 1 to 64"),
         ("/pools", ["service_threads=2"], "so give 1 at most, or more places"),
-        ("/pools", ["scheduler_trace=/t", "profile=off"], "leave one of the two out"),
+        ("/pools", ["scheduler_trace=/t", "profile=off"], "remove one of them"),
         ("unix:/s", ["verify=off"], "verify: the agent at unix:/s has settings of its own"),
         ("unix:", [], "option 'path' is 'unix:', of 0 bytes; a socket's path has"),
         ("/pools", ["pin_share=-1"], "pin_share"),

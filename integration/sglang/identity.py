@@ -314,7 +314,7 @@ def _open_members(
             make_folder_of(file)
     lost = [member for member in members if member not in there] if there else []
     if lost and options["degraded"]:
-        _log.warning("Tutti: without %s: what is stored there misses", ", ".join(lost))
+        _log.warning("Tutti: not using %s: pages stored there are not found", ", ".join(lost))
         members = there
     config = store_config(options, schedule)
     profile, executor = options["profile"] if schedule is None else AUTO, options["executor"]

@@ -149,7 +149,7 @@ def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> 
     for flag, value in pairwise(given):
         if mode == LINKER and flag in _STAGES and value != "1":
             raise ConfigError(
-                f"{flag} {value}: SGLang 0.5.23 does not keep pipeline stages in step behind a "
+                f"{flag} {value}: SGLang 0.5.23 does not synchronize pipeline stages that use a "
                 "linker; leave it out, or use --mode hicache"
             )
         if flag in _OWN and wanted.get(flag, value) != value:

@@ -82,7 +82,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             # Stages with different hits would deadlock: SGLang combines only the answers of TP
             # and CP ranks (sglang PR 38658, open).
             raise Unsupported(
-                "SGLang 0.5.23 does not keep pipeline stages in step behind a linker; start with "
+                "SGLang 0.5.23 does not synchronize pipeline stages that use a linker; start with "
                 "--pp-size 1, or use Tutti behind HiCache, which works with pipeline stages"
             )
         self._alone = self._rank.ranks == self._rank.dp_size

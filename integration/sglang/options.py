@@ -221,14 +221,14 @@ def parse_options(
         value = config.get(name)
         if value is None:
             if option.required:
-                raise ConfigError(f"option {name!r} is missing ({option.meaning}); give it")
+                raise ConfigError(f"option {name!r} is missing ({option.meaning}); set it")
             values[name] = option.default
         else:
             values[name] = _checked(option, value)
     store_config(values)
     if values["scheduler_trace"] and is_off(values["profile"]):
         raise ConfigError(
-            "scheduler_trace: nothing is scheduled with profile off; leave one of the two out"
+            "scheduler_trace needs a scheduler, which profile=off disables; remove one of them"
         )
     given = [name for name in table if name in _OF_A_POOL and values[name] != table[name].default]
     if is_agents(values["path"]) and given:
@@ -278,7 +278,7 @@ def check_limits(options: Mapping[str, Any], page_size: int) -> None:
     if 0 < options.get("max_load_tokens", 0) < page_size:
         raise ConfigError(
             f"option 'max_load_tokens' is {options['max_load_tokens']}, and a page has {page_size} "
-            "tokens; give at least as many, or 0 for no limit"
+            "tokens; set at least as many, or 0 for no limit"
         )
 
 

@@ -345,7 +345,7 @@ def test_recent_keys_expire() -> None:
         ("mooncake://host:1?tenants=a,,b", "'' cannot be a tenant"),
         ("mooncake://host:1?tenants=_a", "'_a' cannot be a tenant"),
         ("mooncake://host:1?tenants=a%0a", "cannot be a tenant"),
-        ("mooncake://host:1?tenants=a,b,a", "'a' and 'a' cannot be told apart; name each once"),
+        ("mooncake://host:1?tenants=a,b,a", "'a' and 'a' have the same number; list each once"),
         ("mooncake://host:1?tenants=a,default", "'default' is tenant_id"),
         ("mooncake://host:1?tenant_id=b&tenants=a,b", "'b' is tenant_id"),
         ("mooncake://host:1?tenants=" + ",".join("abcdefghijklmnopq"), "17 tenants .* at most 16"),

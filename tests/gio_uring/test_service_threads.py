@@ -205,7 +205,7 @@ def test_a_pool_on_drives_reports_each(seed: int) -> None:
 
 def test_drives_whose_blocks_differ_are_no_pool() -> None:
     drives = [MemoryController([4 << 20], lba_nbytes=nbytes) for nbytes in (512, 4096)]
-    with pytest.raises(ConfigError, match="blocks of one size"):
+    with pytest.raises(ConfigError, match="the same block size"):
         SpanController(drives)
     for drive in drives:
         drive.close()

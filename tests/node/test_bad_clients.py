@@ -121,7 +121,7 @@ def test_a_first_message_that_is_wrong(
 
 def test_another_layout_needs_a_capacity(agent: RunningAgent, good: NodeStore) -> None:
     other = KVLayout.mla(5, 512, 64, 16, "bfloat16", model="test-model")
-    with pytest.raises(PoolNotFound, match="give a capacity"):
+    with pytest.raises(PoolNotFound, match="pass a capacity"):
         tutti.connect(agent.path, other)
     with pytest.raises(tutti.errors.CapacityError, match="the agent's"):
         tutti.connect(agent.path, other, "8GiB")

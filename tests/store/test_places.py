@@ -343,7 +343,7 @@ def test_vfio_drives_of_different_block_sizes_are_refused_unwritten(
     with monkeypatch.context() as patch:
         for drive in made.values():
             patch.setattr(drive, "close", lambda: None)  # its medium is looked at below
-        with pytest.raises(ConfigError, match="blocks of one size only"):
+        with pytest.raises(ConfigError, match="the same block size"):
             tutti.open([f"nvme:{bdf}" for bdf in sizes], LAYOUT, CAPACITY)
     assert all((medium == 7).all() for medium in media)
     for drive in made.values():

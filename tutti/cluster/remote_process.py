@@ -63,7 +63,7 @@ class Staging(HostMemory):
         except OSError as error:
             self.close_fd()
             raise CapacityError(
-                f"{nbytes} bytes of memory for the second tier: {error}; give less as staging"
+                f"cannot allocate {nbytes} bytes for the second tier: {error}; reduce its staging"
             ) from error
         self._stats = stats
         fields = np.dtype([*HEAD.descr, ("digests", "<u8", layout.layers)])
@@ -155,7 +155,7 @@ class RemoteProcess:
         reply = self._receive(number, timeout_s)
         if len(reply) != n:
             self.kill()
-            raise RemoteFailed("the remote store's process gave a wrong answer; it is restarted")
+            raise RemoteFailed("the remote store's process sent an invalid reply; it is restarted")
         return np.frombuffer(reply, np.uint8)
 
     def abandon(self) -> None:

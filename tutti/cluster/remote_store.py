@@ -106,7 +106,7 @@ class RemoteConfig:
         one_of(*REPLICATE)("replicate", self.replicate)
         for name in ("timeout_s", "connect_s", "client_ttl_s"):
             if seconds(name, getattr(self, name)) == 0:
-                raise ConfigError(f"{name} is 0; give more than 0 seconds")
+                raise ConfigError(f"{name} is 0; pass more than 0 seconds")
         whole("failures_max", self.failures_max, 1, 2**31)
         for name in ("queue_nbytes", "prefetch_nbytes", "staging_nbytes"):
             whole(name, getattr(self, name), 1, 2**48)
@@ -114,25 +114,25 @@ class RemoteConfig:
 
     def _check_tenants(self) -> None:
         if len(self.tenants) > TENANTS_MAX:
-            raise ConfigError(f"{len(self.tenants)} tenants are given; give at most {TENANTS_MAX}")
+            raise ConfigError(f"{len(self.tenants)} tenants are given; pass at most {TENANTS_MAX}")
         others = self.options.get("tenant_id", "default")
         known: dict[int, str] = {}
         for name in self.tenants:
             if not name.strip() or name.startswith("_") or not name.isprintable():
                 raise ConfigError(
-                    f"{name!r} cannot be a tenant; give names with commas between them, without"
+                    f"{name!r} cannot be a tenant; pass names with commas between them, without"
                     " control characters and without an underscore at the start"
                 )
             if name == others:
                 raise ConfigError(
-                    f"the tenant {name!r} is tenant_id, which takes all other namespaces; leave it"
-                    " out of tenants, or give another tenant_id"
+                    f"tenant {name!r} is tenant_id, the tenant of all other namespaces; remove it"
+                    " from tenants, or change tenant_id"
                 )
             number = tenant_of(name)
             if number in known:
                 raise ConfigError(
-                    f"the tenants {known[number]!r} and {name!r} cannot be told apart; name each"
-                    " once, or rename one"
+                    f"tenants {known[number]!r} and {name!r} have the same number; list each once,"
+                    " or rename one"
                 )
             known[number] = name
 
@@ -140,8 +140,8 @@ class RemoteConfig:
         """Raises ConfigError if pages of a pool with this ``verify`` may not be copied."""
         if verify != "always" and self.replicate != "off":
             raise ConfigError(
-                f"a second tier copies pages only once they are verified, and verify is {verify!r};"
-                " give --verify always, or replicate=off to fetch alone"
+                f"a second tier copies only verified pages, and verify is {verify!r}; pass"
+                " --verify always, or replicate=off to fetch only"
             )
 
     @classmethod
@@ -154,11 +154,11 @@ class RemoteConfig:
         except ValueError as error:
             raise ConfigError(f"{url!r} is not an address: {error}") from error
         if parts.scheme != "mooncake" or not parts.hostname or not port or parts.path:
-            raise ConfigError(f"{url!r} is not an address; give mooncake://HOST:PORT of the master")
+            raise ConfigError(f"{url!r} is not an address; pass mooncake://HOST:PORT of the master")
         if ":" in parts.hostname:
-            raise ConfigError("the master has an IPv6 address; give its name or IPv4 address")
+            raise ConfigError("the master has an IPv6 address; pass its name or IPv4 address")
         if blank := [name for name, value in query if not value.strip()]:
-            raise ConfigError(f"the option {blank[0]} of --remote is empty; give a value")
+            raise ConfigError(f"the option {blank[0]} of --remote is empty; pass a value")
         given = dict(query)
         settings = {}
         for name, (setting, convert) in _SETTINGS.items():
@@ -169,10 +169,10 @@ class RemoteConfig:
                     raise ConfigError(f"the option {name} of --remote: {error}") from error
         if unknown := sorted(given.keys() - OPTIONS):
             raise ConfigError(
-                f"--remote has no option {unknown[0]!r}; give one of"
+                f"--remote has no option {unknown[0]!r}; pass one of"
                 f" {', '.join(sorted((*OPTIONS, *_SETTINGS)))}"
             )
         if not given.get("replica_num", "1").isdecimal():
-            raise ConfigError(f"replica_num is {given['replica_num']!r}; give a number")
+            raise ConfigError(f"replica_num is {given['replica_num']!r}; pass a number")
         options = {**given, "master_server_address": f"{parts.hostname}:{port}"}
         return cls("tutti.cluster.mooncake:MooncakeStore", options, **settings)

@@ -240,7 +240,7 @@ class Tier:
         """Turns the tier off for ``client_ttl_s``, after a fault of this machine."""
         with self._changed:
             if not self._is_off and not self._stopping:
-                _log.warning("the second tier is off until that is over: %s", error)
+                _log.warning("the second tier is paused until this is resolved: %s", error)
             self._is_off = True
             self._counts["local_failures"] += 1
             self._changed.wait_for(lambda: self._stopping, self._config.client_ttl_s)

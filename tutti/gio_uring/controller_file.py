@@ -156,7 +156,7 @@ class FileController(NativeController):
         if lba_nbytes & (lba_nbytes - 1) or not 512 <= lba_nbytes <= 64 * KiB:
             raise ConfigError(f"lba_nbytes={lba_nbytes} is not a power of two from 512 to 65536")
         if not files:
-            raise ConfigError("a controller without files; pass at least one")
+            raise ConfigError("no file was given; pass at least one")
         self.members: list[FileMember] = []
         self._own_members: list[FileMember] = []
         handles: list[int] = []
@@ -240,7 +240,7 @@ class FileController(NativeController):
                 " devices of all, or the generic ones of all"
             )
         if generic and asked not in ("auto", "passthrough"):
-            raise ConfigError(f"{generic[0]} takes executor='passthrough' alone, not {asked!r}")
+            raise ConfigError(f"{generic[0]} supports only executor='passthrough', not {asked!r}")
         if not generic and asked == "passthrough":
             raise ConfigError(
                 f"{self.members[0].name} is not an NVMe generic device; name one, as /dev/ng0n1"

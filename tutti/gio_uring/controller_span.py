@@ -36,7 +36,7 @@ class SpanController(NativeController):
         self, drives: Sequence[NativeController], *, places: Sequence[tuple[int, int]] | None = None
     ) -> None:
         if not drives or len({drive.info.lba_shift for drive in drives}) != 1:
-            raise ConfigError("pass at least one drive, and drives with blocks of one size only")
+            raise ConfigError("pass at least one drive; all drives need the same block size")
         self.drives = list(drives)
         usable = [
             (i, nsid)

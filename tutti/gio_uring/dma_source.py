@@ -131,7 +131,7 @@ def prove(path: PatternPath, extents: Sequence[Extent], slba: int, seed: int) ->
     inner = _cut(extents, guard, nbytes - guard)
     nlb = (nbytes - 2 * guard) // lba_nbytes
     if nlb < 1 or nbytes % lba_nbytes:
-        raise MediumError("too little memory for a proof; pass at least three whole blocks")
+        raise MediumError("the address check needs at least three whole blocks of memory")
 
     stored = rng.randbytes(nbytes)
     path.write_host(rng.randbytes(nlb * lba_nbytes), slba)

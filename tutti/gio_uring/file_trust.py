@@ -53,12 +53,12 @@ def check_owner(fd: int, name: str) -> None:
         return  # the modes of devices are the system's
     if status.st_uid not in (0, os.geteuid()):
         raise PoolUntrusted(
-            f"{name} belongs to user {status.st_uid}, who can replace what it serves; run as that"
+            f"{name} belongs to user {status.st_uid}, who can replace its content; run as that"
             " user, or change its owner with chown"
         )
     if status.st_mode & stat.S_IWOTH:
         raise PoolUntrusted(
-            f"{name} can be written by every user, who can replace what it serves; take that away"
+            f"{name} can be written by every user, who can replace its content; remove that right"
             " with chmod o-w"
         )
 

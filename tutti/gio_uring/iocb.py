@@ -167,7 +167,7 @@ def fill_runs(
         runs = np.empty(guess, RUN_DTYPE)
         found = function(*arguments, ctypes.byref(cut), address(runs), guess)
         if found < 0:
-            raise ValueError("a slice, a command or a slot of no size or outside of the pool")
+            raise ValueError("a slice, command or slot has size 0 or exceeds the pool")
         if found <= guess:
             break
         guess = found

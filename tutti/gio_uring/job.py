@@ -81,7 +81,7 @@ class Job:
     def order_stream(self, stream: int, layers: int) -> None:
         """Raises Unsupported: GPU streams cannot wait for jobs in host memory."""
         raise Unsupported(
-            "a stream can wait for loads into GPU memory alone; wait with wait_layer, or load into "
+            "a stream can wait only for loads into GPU memory; wait with wait_layer, or load into "
             "a DeviceMemory"
         )
 

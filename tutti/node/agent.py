@@ -201,4 +201,4 @@ class Agent:
                 if not (self._leaving or self._connections):
                     return
             time.sleep(_SWEEP_S / 5)
-        _log.warning("%d clients still use the pools' files", len(self._leaving))
+        _log.warning("%d disconnected clients still have the pools' files open", len(self._leaving))

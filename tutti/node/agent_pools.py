@@ -153,7 +153,7 @@ class AgentPools:
         if len(found) != 1:
             which = f"whose name begins with {start!r}" if start else "in all"
             raise PoolNotFound(
-                f"the agent has {len(found)} pools {which}; give a layout, or --pool with one of:"
+                f"the agent has {len(found)} pools {which}; pass a layout, or --pool with one of:"
                 f" {', '.join(names)}"
             )
         return found[0]
@@ -183,7 +183,7 @@ class AgentPools:
             return 0
         if not capacity:
             raise PoolNotFound(
-                "the agent has no pool of this layout; give a capacity, with which it makes one"
+                "the agent has no pool of this layout; pass a capacity to create one"
             )
         sizes = dict(self._opening)  # their files may exist in part
         for path in self._folder.glob(f"*{SUFFIX}"):

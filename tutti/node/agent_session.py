@@ -144,8 +144,8 @@ class AgentSession:
         if gpu is not None and id(gpu) not in self._regions:
             if not isinstance(gpu, HostEngine):
                 raise Unsupported(
-                    "pages in GPU memory are moved by the engine host where an agent has the pool;"
-                    " use HostEngine (SGLang's linker: gpu_engine host)"
+                    "an agent's pools support only the GPU engine host; use HostEngine (SGLang's"
+                    " linker: gpu_engine host)"
                 )
             gpu.check_page(memory.memory, self.geometry.slice_nlb)
             self._regions[id(gpu)] = gpu.lend_staging(self.controller)

@@ -130,7 +130,7 @@ class NodeStore(Owned, Store):
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
         if not any(memory is known for known in self._memories):
-            raise ConfigError("this memory is not registered with the store")
+            raise ConfigError("this memory is not registered with this store; pass one that is")
         timeout_s = self.config.timeout_s
         with self._state.withdrawn(memory.memory, timeout_s):
             if not (self._kept.wait_lost(timeout_s) and memory.wait_idle(timeout_s)):

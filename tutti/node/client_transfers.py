@@ -179,7 +179,7 @@ class ClientLoader:
         """See Loader; raises KeyMissing while the agent is away."""
         session = self._kept.session
         if session is None:
-            raise KeyMissing("the agent is away, so no key can be found; compute the pages")
+            raise KeyMissing("the agent is not connected, so look-ups miss; compute the pages")
         state, progress = self._state, LoadProgress(len(keys), self._state.layers)
         with state.lock:
             state.begin(memory)

@@ -59,7 +59,7 @@ class KeptSession:
         """The session.  Raises AgentLost while the agent is away."""
         session = self.session
         if session is None:
-            raise AgentLost(f"the agent at {self._path} is away; it is tried again")
+            raise AgentLost(f"the agent at {self._path} is not reachable; reconnecting")
         return session
 
     def register(self, memory: HostMemory) -> None:

@@ -104,7 +104,7 @@ def _remove_stale(path: str) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} is not a socket; name another path for the agent's")
+        raise ConfigError(f"{path} is not a socket; choose another path for the agent's socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

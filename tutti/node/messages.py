@@ -208,11 +208,11 @@ def frame(message: Message) -> bytes:
     try:
         body: bytes = _encoder.encode(message)
     except OverflowError as error:
-        raise ConfigError(f"the agent takes no number of more than 64 bits: {error}") from error
+        raise ConfigError(f"a number does not fit into 64 bits: {error}") from error
     if len(body) > FRAME_NBYTES_MAX:
         raise ConfigError(
-            f"a message of {len(body)} bytes, at most {FRAME_NBYTES_MAX} are sent; ask for less"
-            " at a time"
+            f"the message has {len(body)} bytes, the limit is {FRAME_NBYTES_MAX}; use smaller"
+            " batches"
         )
     return HEADER.pack(len(body)) + body
 

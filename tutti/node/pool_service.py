@@ -68,8 +68,8 @@ class PoolService:
         controller = store.controller
         if not isinstance(controller, FileController):
             raise Unsupported(
-                "the agent serves pools on files and block devices; a drive that one process took"
-                " for itself cannot be shared"
+                "the agent serves pools on files and block devices; a drive bound to vfio-pci is"
+                " opened exclusively and cannot be shared"
             )
         self.store = store
         self.core = store._core
@@ -129,7 +129,7 @@ class PoolService:
                 pause_s = _PROVE_PAUSE_S
             except TuttiError as error:
                 if not self._stopping.is_set():
-                    _log.warning("objects stay unproven: %s", error)
+                    _log.warning("verification after an unclean close stopped: %s", error)
                 return
 
 

@@ -97,7 +97,7 @@ class RemoteJob:
         return self._released.wait(timeout_s)
 
     def order_stream(self, stream: int, layers: int) -> None:
-        raise Unsupported("the agent has no GPU stream; the client orders its own")
+        raise Unsupported("the agent cannot use GPU streams; order them in the client")
 
     def open_gate(self) -> None:
         """Does nothing: the client gets the digests with the job."""
@@ -223,7 +223,7 @@ class JobTable:
         with self._lock:
             job = self._jobs.pop(number, None)
         if job is None:
-            raise ConfigError(f"job {number} is not under way; it was reported before, or never")
+            raise ConfigError(f"job {number} is unknown: it was already reported, or never planned")
         return job
 
     def is_empty(self) -> bool:

@@ -74,8 +74,8 @@ class Admission:
             self._refused += 1
             if self._refused == 1:
                 _log.info(
-                    "a hit of %d pages is computed: by what was measured, loading it takes longer;"
-                    " more of them are counted in tutti:refused_pages_total",
+                    "computing a hit of %d pages: as measured, loading it would take longer;"
+                    " further ones are counted in tutti:refused_pages_total",
                     pages,
                 )
             if self._refused % 64:

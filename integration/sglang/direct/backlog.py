@@ -180,7 +180,7 @@ class Backlog(Owned):
             queued = stored_pool.store.config.schedule
             if queued is not None and queued.puts:
                 raise ConfigError(
-                    f"the store of {stored_pool.name} queues its puts itself, which would wait for "
+                    f"the store of {stored_pool.name} schedules puts, which would deadlock with "
                     "the backlog's thread; open it with Schedule(..., puts=False)"
                 )
         self._timeout_s = timeout_s

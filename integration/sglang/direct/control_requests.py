@@ -135,7 +135,7 @@ def _release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """
     if not request.tags or _KV in request.tags:
         if storages.held(manager.scheduler):  # SGLang would not notice that the flush failed
-            raise DeviceTimeout("the device still holds host pages of a load; end this server")
+            raise DeviceTimeout("a load still uses host pages; stop this server")
         for linker in list(LINKERS):
             linker.backlog.finish()
     return original(manager, request)

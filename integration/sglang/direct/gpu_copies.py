@@ -162,8 +162,8 @@ class Gpu:
             return choose_engine(self._engine, self.driver, controller, self._profile)
         if self._engine not in (AUTO, HOST):
             raise Unsupported(
-                f"gpu_engine {self._engine}: its kernels need the pool's own drives, which an agent"
-                " has; use gpu_engine host, or name a folder as the path"
+                f"gpu_engine {self._engine}: its kernels need direct access to the drives, which"
+                " the agent owns; use gpu_engine host, or a folder as the path"
             )
         return Choice(HOST, "the pool is an agent's")
 
@@ -204,7 +204,7 @@ class Gpu:
                 self.driver, self._device_code(), None, is_rare=True
             )
         except (CudaError, Unsupported) as error:
-            _log.warning("short fragments of pages go by copy engines, not by a kernel: %s", error)
+            _log.warning("copying short fragments by copy engines, not by a kernel: %s", error)
             return copies
         return AutoMover(copies, self._rare.mover)
 
@@ -257,7 +257,7 @@ class Gpu:
         try:
             self._short = TableCopies(self.driver, self.events)
         except (CudaError, Unsupported) as error:
-            _log.warning("short pieces of pages go by copy engines, not by a kernel: %s", error)
+            _log.warning("copying short fragments by copy engines, not by a kernel: %s", error)
 
     def follow(self, events: Sequence[Any]) -> None:
         """Orders later writes to SGLang's pages after ``events``."""

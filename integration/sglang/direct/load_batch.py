@@ -224,7 +224,7 @@ class LoadBatch(Owned):
         began_s = time.monotonic()
         try:
             if not copier.order(layer, self._deadline_s):
-                raise DeviceTimeout("the load was not started in time")
+                raise DeviceTimeout("the load did not start before its deadline")
         except Exception as error:
             self.error = self.error or error
         self.waited_s += time.monotonic() - began_s
@@ -277,13 +277,13 @@ class LoadBatch(Owned):
         if not safe:
             raise DeviceTimeout(
                 "the device may still write pages of this load, and SGLang would use them "
-                "for other requests; restart the server, with a larger load_staging if this lasts"
+                "for other requests; restart the server, with a larger load_staging if this recurs"
             )
         return self.error is None
 
     def _copy_from_staging(self, layer: int) -> None:
         if not self._started.wait(max(0.0, self._deadline_s - time.monotonic())):
-            raise DeviceTimeout("the load was not started in time")
+            raise DeviceTimeout("the load did not start before its deadline")
         if self.error is not None:
             return
         for plan in self._plans:

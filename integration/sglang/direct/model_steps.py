@@ -108,7 +108,7 @@ class StepsWatch:
         except Exception:
             # The server must survive, whatever a batch looks like.
             self._is_broken = True
-            _log.exception("steps are not understood; writes yield to reads alone from now on")
+            _log.exception("cannot interpret SGLang's batches; writes now yield to reads only")
             return
         self._layer = -1
         self._steps.append(_Launched(step))

@@ -94,7 +94,7 @@ class Read:
     def wait_layer(self, layer: int, deadline_s: float) -> None:
         """Waits until a layer of SGLang's pool is in ``pages``.  Raises TuttiError."""
         if not self._started.wait(max(0.0, deadline_s - time.monotonic())):
-            raise DeviceTimeout("the load was not started in time")
+            raise DeviceTimeout("the load did not start before its deadline")
         if self.error is not None:
             raise self.error
         if self._ticket is not None:

@@ -68,7 +68,7 @@ class StoredPool:
         if self.memory is None and not (self.loads.pages and self.stores.pages):
             raise ConfigError(
                 f"pool {kv_pool.name} goes through staging, and a page of it has "
-                f"{self.page_nbytes} bytes; give larger load_staging and store_staging"
+                f"{self.page_nbytes} bytes; set larger load_staging and store_staging"
             )
 
     @property

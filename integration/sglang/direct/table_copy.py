@@ -121,7 +121,7 @@ def compile_for(architecture: str, unit_nbytes: int) -> bytes:
 
         from tutti.kernels.triton.copy_pages import copy_pages
     except ImportError as error:
-        raise Unsupported(f"this Triton has not what it takes: {error}") from error
+        raise Unsupported(f"this Triton version lacks a required function: {error}") from error
     names = ("segments", "pages", "programs")
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     try:
@@ -142,7 +142,7 @@ def compile_for(architecture: str, unit_nbytes: int) -> bytes:
     entry = text.partition(".entry")[2].partition(")")[0]
     if entry.count(".param") != 1 + len(names) + len(_SCRATCH):
         raise Unsupported(
-            "this Triton calls its kernels otherwise; use the version that SGLang has"
+            "this Triton passes kernel arguments differently; use the version of SGLang"
         )
     return code
 

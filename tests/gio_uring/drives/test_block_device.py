@@ -224,7 +224,7 @@ def test_all_that_is_not_forced_is_named_at_once() -> None:
         check_forced(drives, ["B", "A"])
     check_forced(drives, ["C", "A"])
     check_forced(drives[1:], "C")
-    with pytest.raises(PoolExists, match="no serial number to force /e by: erase it"):
+    with pytest.raises(PoolExists, match="no serial number for --force on /e: erase it"):
         check_forced([Held("/e", full, "")], ["", "A"])
 
 

@@ -333,7 +333,7 @@ def test_blocks_that_could_not_all_stay_are_refused(
     modules = Modules(driver, source=DeviceSource(tmp_path), cache=CubinCache(tmp_path))
     with MemoryController([4 << 20]) as controller:
         three = KernelSize(shares=3)
-        with pytest.raises(ConfigError, match="take fewer shares"):
+        with pytest.raises(ConfigError, match="use fewer shares"):
             DeviceEngine(driver, modules, controller, kind="persistent", kernels=three)
         DeviceEngine(driver, modules, controller, kind="resident", kernels=three).close()
     modules.close()

@@ -97,8 +97,7 @@ def check_forced(places: Iterable[Held], force: Force) -> None:
     what = "; ".join(f"{p.path} holds {', '.join(p.holds)}" for p in lost)
     if nameless := [p.path for p in lost if not p.serial]:
         raise PoolExists(
-            f"{what}; there is no serial number to force {' and '.join(nameless)} by: erase it"
-            " yourself"
+            f"{what}; no serial number for --force on {' and '.join(nameless)}: erase it by hand"
         )
     serials = dict.fromkeys(repr(p.serial) for p in lost)
     raise PoolExists(

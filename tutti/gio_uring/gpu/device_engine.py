@@ -134,7 +134,7 @@ class DeviceEngine(Owned):
             )
             undo.callback(self._queues.close)
             if not self.wait_idle(TIMEOUT_S):  # the persistent kernel is on another stream
-                raise DeviceTimeout("the GPU copied no tables; is it busy? try again")
+                raise DeviceTimeout("the tables were not copied to the GPU in time; try again")
             self._launcher: Launcher
             parts = (modules, self._queues, self.stream_queue, BLOCK_THREADS_MAX)
             if stays:
@@ -382,7 +382,7 @@ class DeviceEngine(Owned):
             if first is None:
                 self._launcher.rest()
             elif self._launcher.is_overdue(first.work):
-                _log.error("the kernel that moves pages does not answer; its jobs are given up")
+                _log.error("the transfer kernel does not respond; its jobs fail")
                 self._give_up()
             elif not ended:
                 time.sleep(_LOOK_S)
@@ -455,8 +455,8 @@ def _check_staying(driver: Driver, blocks: int) -> None:
     """Raises ConfigError if a persistent kernel of so many blocks cannot run here."""
     if blocks > (sms := driver.sm_resource().count):
         raise ConfigError(
-            f"{blocks} blocks that stay do not fit {sms} multiprocessors, and those that never "
-            "start hold up every layer; take fewer shares"
+            f"{blocks} persistent thread blocks do not fit on {sms} multiprocessors, so some would "
+            "never start; use fewer shares"
         )
     if driver.limits_kernels:
         raise Unsupported(

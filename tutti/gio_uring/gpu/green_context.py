@@ -83,6 +83,6 @@ def partition(driver: Driver, sms: int, *, required: bool = False) -> SmPartitio
 
 def _refused(driver: Driver, sms: int, reason: str, required: bool) -> SmPartition:
     if required:
-        raise Unsupported(f"{reason}; go without a partition, or use a newer driver")
+        raise Unsupported(f"{reason}; run without a partition, or use a newer driver")
     _log.warning("no partition of multiprocessors: %s", reason)
     return SmPartition(driver, sms, reason=reason)

@@ -346,8 +346,7 @@ class MovedJob(Owned):
             self._changed.wait_for(lambda: self._is_put(layers), TIMEOUT_S)
         if self._enqueued < layers:
             raise ConfigError(
-                f"only {self._enqueued} layers of this transfer were enqueued; it was cancelled, "
-                "start it again"
+                f"the transfer was cancelled after {self._enqueued} layers; start it again"
             )
         self._stream_queue.driver.stream_wait_event(stream, self._event_of(layers))
 

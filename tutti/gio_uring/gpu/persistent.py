@@ -106,7 +106,7 @@ class PersistentKernel(Launcher):
     def wake(self, layers: int, timeout_s: float) -> None:
         if layers > CAPACITY:
             raise ConfigError(
-                f"the engine persistent takes {CAPACITY} layers at once, not {layers}; use "
+                f"the engine persistent supports {CAPACITY} layers at once, not {layers}; use "
                 "another engine"
             )
         self._quiet_since_s = time.monotonic()
@@ -128,7 +128,7 @@ class PersistentKernel(Launcher):
                 raise
         if not wait_until(lambda: self._outstanding() + layers <= CAPACITY, timeout_s):
             raise DeviceTimeout(
-                f"the kernel took no work for {timeout_s:g} s; is the GPU busy? close the engine"
+                f"the persistent kernel accepted no work for {timeout_s:g} s; close the engine"
             )
 
     def _outstanding(self) -> int:
