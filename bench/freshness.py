@@ -292,16 +292,10 @@ def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             is_text = ast.get_docstring(node, clean=False) is not None
             node.body = node.body[is_text:]
-        if isinstance(node, ast.Raise) or _is_log_line(node):
+        logger = getattr(getattr(node, "func", None), "value", None)
+        if isinstance(node, ast.Raise) or getattr(logger, "id", "") == "_log":
             _drop_texts(node)
     return _shape(tree)
-
-
-def _is_log_line(node: ast.AST) -> bool:
-    """Whether it is a call of a module's logger, which is called _log everywhere."""
-    function = node.func if isinstance(node, ast.Call) else None
-    logger = function.value if isinstance(function, ast.Attribute) else None
-    return isinstance(logger, ast.Name) and logger.id == "_log"
 
 
 def _drop_texts(node: ast.AST) -> None:

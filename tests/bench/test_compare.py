@@ -327,7 +327,7 @@ def test_texts_of_errors_and_log_lines_make_no_result_stale(tmp_path: Path) -> N
     result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
     file.write_text(code.replace("is odd", "is not even").replace('f"{', 'f"the number {'))
     assert not why_stale("threads", result, tmp_path)
-    for old, new in (("ValueError", "KeyError"), ("{n}", "{n + 1}"), ("odd\", n", "odd\", n + 1")):
+    for old, new in (("ValueError", "KeyError"), ("{n}", "{n + 1}"), ('odd", n', 'odd", n + 1')):
         assert old in code
         file.write_text(code.replace(old, new))
         assert why_stale("threads", result, tmp_path) == CHANGED

@@ -161,7 +161,7 @@ def _why_no_registers(mapping: MappingFacts) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """"570.133.07" as (570, 133, 7); ends before the first part that is not a number."""
+    """(570, 133, 7) of "570.133.07"; ends before the first part that is not a number."""
     leading = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(n) for n in leading[0].split(".")) if leading else ()
 
