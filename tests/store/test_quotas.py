@@ -231,7 +231,7 @@ def test_usage_is_what_a_scan_finds(seed: int) -> None:
 def test_wrong_quotas_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serve = ["serve", "--folder", str(tmp_path), "--socket", str(tmp_path / "s")]
     assert main([*serve, "--quota", "team=1GiB", "--quota", "team=2GiB"]) == 2
-    assert "each once" in capsys.readouterr().err
+    assert "pass it once" in capsys.readouterr().err
     assert main([*serve, "--quota", "team"]) == 2
     assert "NAME=SIZE" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="empty namespace"):
