@@ -134,7 +134,7 @@ def test_a_storage_thread_that_is_held_is_not_ended(
         answer = control_requests._detach(pytest.fail, scheduler, None)
         assert not answer.success and "holds host pages" in answer.message
         manager = SimpleNamespace(scheduler=scheduler)
-        with pytest.raises(DeviceTimeout, match="holds host pages"):
+        with pytest.raises(DeviceTimeout, match="still uses host pages"):
             control_requests._release(pytest.fail, manager, SimpleNamespace(tags=None))
     finally:
         answered.set()
