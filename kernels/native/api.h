@@ -94,7 +94,7 @@ constexpr uint64_t kTuttiDigestsBit = uint64_t{1} << 63;
 // a slot (two words). state[slot]: `match` accepts slots with states from ready_min to ready_max.
 // table: `entries` is 1.5 times the number of slots. An entry is kTuttiNoSlot, or has a slot in the
 // bits of slot_mask (never all of them) and a part of its key's hash above these. seed: of the
-// hash, so that nobody can choose keys that collide. The other arrays have an entry per slot, see
+// hash, so that clients cannot choose colliding keys. The other arrays have an entry per slot, see
 // tutti/placement/index.py; hits is 0 if nothing counts them. The highest bit of a sequence number
 // is set if the object has digests.
 struct tutti_index {

@@ -117,7 +117,7 @@ u64 ServiceThread::alone_ns(u32 kind) const {
   return *std::max_element(std::begin(alone_ns_), std::end(alone_ns_));
 }
 
-// Measures a command that ended.  A failed one is no evidence of the drive's speed, but ends an
+// Measures a command that ended.  A failed one says nothing about the drive's speed, but ends an
 // opening like any other.
 void ServiceThread::measure(const Command& command, u32 status, u64 clock_ns) {
   if (command.nbytes == 0) return;

@@ -207,7 +207,7 @@ class JobTable:
         self._ended = False
 
     def number(self) -> int:
-        """A number that is unique in this session."""
+        """A number that no other job of this client has had."""
         return next(self._numbers)
 
     def add(self, number: int, job: Planned) -> None:

@@ -34,7 +34,7 @@ class PutResult:
     """What became of the objects of one put: their numbers add up to the number of keys.
 
     stored: written by this put.  present: in the pool already, or being written by another put,
-    whose own ticket tells how that ended, or unproven since an unclean close.
+    whose own ticket has the outcome, or unproven since an unclean close.
     dropped: not stored, because no slot could be freed, or a budget or quota is used up.
     """
 

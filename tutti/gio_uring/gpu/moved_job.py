@@ -37,7 +37,7 @@ def interrupted() -> CudaError:
 class Route:
     """What the stream needs for one transfer: copies for each chunk, and the staging.
 
-    verification: the GPU's work on digests; None if the native jobs or nobody compares them.
+    verification: the GPU's work on digests; None if native jobs compare them, or nothing does.
     overlap: CROSS copies a read as a whole; this needs a place for each layer, and at least as many
     layers as streams.
     """
