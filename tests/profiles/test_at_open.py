@@ -129,6 +129,19 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement(
     assert "writable" in caplog.text
 
 
+def test_a_user_without_a_home_folder_opens_a_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)  # no user's, as in a container
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            moves(store)
+            assert store.stats()["profile"] == "measured"
+    assert "name another one by XDG_CACHE_HOME" in caplog.text
+
+
 def test_a_medium_that_cannot_be_measured_is_estimated(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

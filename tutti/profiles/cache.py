@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from tutti.base.cache_folder import cache_folder
 from tutti.base.checks import open_regular
 from tutti.base.units import MiB
 
@@ -25,13 +26,6 @@ _FILE_NBYTES_MAX = 1 * MiB
 _LOOK_S = 0.02
 
 _log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """The folder of the files; it is made with the first file."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return base / "tutti"
 
 
 class CachedSpeeds:
@@ -42,8 +36,12 @@ class CachedSpeeds:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = dict(facts)
-        name = xxhash.xxh3_64_hexdigest(json.dumps(self._facts, sort_keys=True).encode())
-        self.path = cache_folder() / f"medium-{name}.json"
+        self._name = xxhash.xxh3_64_hexdigest(json.dumps(self._facts, sort_keys=True).encode())
+
+    @property
+    def path(self) -> Path:
+        """The file.  Raises FileNotFoundError as `cache_folder` does."""
+        return cache_folder() / f"medium-{self._name}.json"
 
     def read(self) -> dict[str, Any] | None:
         """The speeds of the entry; None without a usable one."""
@@ -66,20 +64,23 @@ class CachedSpeeds:
 
     def write(self, io: Mapping[str, Any]) -> None:
         """Writes the entry; logs a warning if the cache cannot be written."""
-        beside = self.path.with_suffix(f".{os.getpid()}")
+        beside = None
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.path
+            beside = path.with_suffix(f".{os.getpid()}")
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             beside.write_text(json.dumps({"facts": self._facts, "io": io}) + "\n")
-            os.replace(beside, self.path)
+            os.replace(beside, path)
         except OSError as error:
             _log.warning(
                 "the profile is not cached (%s); the medium is measured again at the next start."
-                " Make %s writable, or pass a file with profile=",
+                " Make the folder writable, name another one by XDG_CACHE_HOME, or pass a file with"
+                " profile=",
                 error,
-                self.path.parent,
             )
-            with contextlib.suppress(OSError):
-                beside.unlink()
+            if beside is not None:
+                with contextlib.suppress(OSError):
+                    beside.unlink()
 
     @contextlib.contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:

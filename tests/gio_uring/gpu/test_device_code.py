@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +17,6 @@ from tutti.gio_uring.gpu.device_code import (
     CubinCache,
     DeviceSource,
     Modules,
-    cache_folder,
     compile_cubin,
 )
 
@@ -96,11 +96,43 @@ def test_a_folder_that_cannot_be_written_only_costs_time(
     assert len(compiler) == 2
 
 
-def test_the_cache_lies_where_caches_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/tutti/cubins")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder().parts[-3:] == (".cache", "tutti", "cubins")
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ("{}/given", "given/tutti"),
+        ("relative", "home/.cache/tutti"),
+        ("", "home/.cache/tutti"),
+    ],
+)
+def test_the_cache_lies_where_caches_lie(
+    compiler: list[tuple[str, tuple[str, ...]]],
+    source: DeviceSource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    where: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp_path))
+    Modules(StandInDriver(), source=source).close()
+    (cubin,) = tmp_path.rglob("*.cubin")
+    assert cubin.parent == tmp_path / where / "cubins"
+
+
+def test_a_user_without_a_home_folder_compiles_each_time(
+    compiler: list[tuple[str, tuple[str, ...]]],
+    source: DeviceSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)  # no user's
+    for _ in range(2):
+        Modules(StandInDriver(), source=source).close()
+    assert len(compiler) == 2
+    assert "set XDG_CACHE_HOME" in caplog.text
 
 
 def test_missing_sources_are_unsupported(tmp_path: Path) -> None:

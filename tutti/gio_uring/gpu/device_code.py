@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tutti.base.cache_folder import cache_folder
 from tutti.base.process import Owned
 from tutti.errors import CudaError, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
@@ -43,12 +44,6 @@ KERNELS = (
 _MAGIC = b"TUTTICUB"
 _DIGEST_NBYTES = 32
 _SUFFIXES = (".h", ".cuh", ".cu")
-
-
-def cache_folder() -> Path:
-    """The folder of cubins: `tutti/cubins` in $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "tutti" / "cubins"
 
 
 class CubinCache:
@@ -86,6 +81,15 @@ class CubinCache:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.cubin"
+
+
+def _own_cache() -> CubinCache | None:
+    """The cache of this user, in `cache_folder`; None for a user who has none."""
+    try:
+        return CubinCache(cache_folder() / "cubins")
+    except OSError as error:
+        _log.warning("cubins are not kept: %s", error)
+        return None
 
 
 class DeviceSource:
@@ -235,7 +239,7 @@ class Modules(Owned):
     ) -> None:
         self._driver = driver
         cubin = compile_cubin(
-            source or DeviceSource(), driver.architecture, cache=cache or CubinCache(cache_folder())
+            source or DeviceSource(), driver.architecture, cache=cache or _own_cache()
         )
         self._module = driver.load_module(cubin)
         try:
