@@ -170,6 +170,33 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
     works(store, rng)
 
 
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_policy_that_raises_in_the_middle_of_a_put_ends_only_the_rest(
+    rng: np.random.Generator, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, controller = Moody(), controller_of(formatted())
+    store = opened([], controller=controller, eviction=policy)
+    store._writer.batch_pages = 4
+    fill(store.allocate_memory(12), range(12), rng)
+    old = some_keys(rng, SLOTS)
+    for row in range(SLOTS):
+        store.put(old[row : row + 1], [0]).wait(10)
+    assert store.delete(old[-6:]) == 6
+    controller.set_faults(Faults(stall_from=1))
+    policy.kind, keys = kind, some_keys(rng, 12)
+    ticket = store.put(keys, range(12))
+    assert not ticket.done, "the device still reads the pages of the first batch"
+    controller.set_faults(None)
+    controller.release()
+    with pytest.raises(MediumError, match="put of 8 objects"):
+        ticket.wait(10)
+    assert store.match(keys) == 4
+    assert "the rest of a put failed" in caplog.text
+    assert "on purpose" in caplog.text
+    policy.kind = None
+    works(store, rng)
+
+
 class Strided(LeastRecentlyUsed):
     """Answers with smaller numbers, which do not lie side by side."""
 

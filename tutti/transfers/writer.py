@@ -2,8 +2,7 @@
 
     put -> slots -> data job -> [flush, shared by all that wait for it] -> record job -> ready
 
-A long put is split into batches, long enough that Python costs little, and short enough that
-records are written soon.
+A long put is split into batches, so long that Python costs little; records follow each of them.
 """
 
 from __future__ import annotations
@@ -222,9 +221,11 @@ class Writer:
                 rows = new[done : min(done + step, granted)]
                 try:
                     taken, placed = self._put_batch(together, rows)
-                except TuttiError as error:
+                except BaseException as error:  # of any class if it is the eviction policy's
                     if done == 0:
                         raise
+                    if not isinstance(error, TuttiError):
+                        _log.error("the rest of a put failed", exc_info=error)
                     together.tell(new[done:granted], Outcome.FAILED, error_status(error))
                     done = granted
                     break
