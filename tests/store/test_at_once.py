@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,15 @@ def test_a_record_that_is_written_late_replaces_no_other(rng: np.random.Generato
         store.load(keys[1:], [0]).wait(5)
         assert store._resources.memories[0].read(0) == contents[0]
         assert store.match(keys[1:]) == 1
+
+
+def test_a_deletion_without_time_removes_what_is_idle(rng: np.random.Generator) -> None:
+    with opened(formatted()) as store:
+        keys = some_keys(rng, 4)
+        filled(store, keys)
+        with suppress(DeviceTimeout):  # their records may not be voided yet
+            assert store.delete(keys, timeout_s=0) == 4
+        assert not store.present(keys).any()
 
 
 def test_puts_at_once_stay_within_their_quota(

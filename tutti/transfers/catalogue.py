@@ -128,14 +128,17 @@ class Catalogue(Owned):
         gone = np.zeros(0, np.int64)
         with core.admitted(timeout_s), core.lock:
             slots = self._resident(keys)
-            while slots.size and time.monotonic() < deadline_s:
+            while slots.size:
                 idle = slots[core.index.pins[slots] == 0]
                 core.lookup_pins.forget(idle)
                 self._reclaimer.discard(np.sort(idle))
                 gone = np.concatenate((gone, idle))
-                if idle.size < slots.size:
-                    core.changed.wait(_PAUSE_S)
                 slots = self._resident(keys)
+                if time.monotonic() >= deadline_s:
+                    break
+                if slots.size:
+                    core.changed.wait(_PAUSE_S)
+                    slots = self._resident(keys)
             voided = core.changed.wait_for(
                 lambda: not (core.index.state[gone] == SlotState.VOIDING).any(),
                 max(_PAUSE_S, deadline_s - time.monotonic()),
