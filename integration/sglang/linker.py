@@ -359,7 +359,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             options = parse_options(config, LINKER, LINKER_OPTIONS)
             check_limits(options, self._group.page_size)
         if self._closed:
-            self._open(options)
+            before = self._options
+            try:
+                self._open(options)
+            except BaseException:
+                self._options = before
+                raise
         elif options != self._options:
             raise ConfigError("the linker is attached with other options; detach it first")
 

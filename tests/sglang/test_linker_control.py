@@ -224,15 +224,17 @@ def test_a_failed_attach_leaves_nothing_running(
         assert rig.store(names(8), range(8))
         assert control._detach(pytest.fail, scheduler(), None).success
         threads = set(threading.enumerate())
+        other = {"path": str(tmp_path / "b"), "capacity": "8MiB", "kv_events": True}
+        other["allow_unwatched_weights"] = True
         with monkeypatch.context() as patch:
             patch.setattr(linker_module, part, fails)
-            answer = control._attach(pytest.fail, scheduler(), attach_request())
+            answer = control._attach(pytest.fail, scheduler(), attach_request(other))
         assert (answer.success, answer.message) == (False, "attach: no memory is left")
         wait_for(lambda: set(threading.enumerate()) <= threads)
         assert not STEPS._followers, "no queue is told of steps"
         assert rig.lookup(names(8)) == 0, "it is still detached"
         assert control._attach(pytest.fail, scheduler(), attach_request()).success
-        assert rig.lookup(names(8)) == 8
+        assert rig.lookup(names(8)) == 8, "with the options of before"
         assert rig.store(names(2, "new"), range(2))
 
 
