@@ -98,6 +98,23 @@ def test_off_is_one_option(tmp_path: Path, cache: Path) -> None:
     assert not cache.exists(), "nothing was measured"
 
 
+def test_the_disk_behind_a_link_is_measured(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+
+    def medium(paths: list[str], *_: Any, **__: Any) -> None:
+        measured.extend(Path(path).parent for path in paths)
+        raise DeviceTimeout("the medium does not answer")
+
+    monkeypatch.setattr(at_open, "Medium", medium)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "pool.tutti").symlink_to(tmp_path / "disk" / "pool.tutti")
+    with opened(tmp_path) as store:
+        moves(store)
+    assert measured == [tmp_path / "disk"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [b"", b"{", b"[]", b"[" * 100_000, b'{"facts": {}, "io": {}}', b"io"],

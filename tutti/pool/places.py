@@ -152,7 +152,7 @@ def media_of(path: str) -> set[str]:
     """
     if is_drive(path):
         return {PREFIX + NamedDrive.parse(path).bdf}
-    whole = Path(path).absolute()
+    whole = Path(os.path.realpath(path))
     status = os.stat(next(one for one in (whole, *whole.parents) if one.exists()))
     is_char = stat.S_ISCHR(status.st_mode)
     number = status.st_rdev if is_char or stat.S_ISBLK(status.st_mode) else status.st_dev

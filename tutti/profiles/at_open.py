@@ -23,7 +23,7 @@ from tutti.errors import ConfigError, ProfileError, TuttiError
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.pool import places
-from tutti.pool.places import is_device
+from tutti.pool.places import existing_folder, is_device
 from tutti.profiles.cache import CachedSpeeds
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
@@ -163,8 +163,7 @@ def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
     """
     folders: dict[int, Path] = {}
     for member in () if any(map(is_device, members)) else members:
-        whole = Path(member).absolute()
-        folder = next(one for one in (whole, *whole.parents) if one.is_dir())
+        folder = existing_folder(member)
         folders.setdefault(os.stat(folder).st_dev, folder)
     media = {name for member in members for name in places.media_of(member)}
     return list(folders.values()), tuple(sorted(media))
