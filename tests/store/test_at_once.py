@@ -18,7 +18,9 @@ from waiting import wait_until
 import tutti
 from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import CapacityError, DeviceTimeout, MediumError
+from tutti.medium.superblock import PoolState
 from tutti.pool.record_table import RecordTable
+from tutti.pool.replacement import superblock_of
 from tutti.store import ObjectStore
 from tutti.transfers.put_limits import Quota
 
@@ -63,6 +65,32 @@ def test_a_close_that_waits_for_another_has_a_deadline(tmp_path: Path) -> None:
     with store._closing, pytest.raises(DeviceTimeout, match="another thread is still closing"):
         store.close(timeout_s=0.01)
     store.close()
+
+
+def test_a_close_waits_for_a_clear(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tutti.open(tmp_path / "pool", LAYOUT, "16MiB", profile=None)
+    keys = some_keys(rng, 100)
+    filled(store, keys)
+    core, begun = store._core, threading.Event()
+    deallocate = core.deallocate
+
+    def slowly() -> None:
+        begun.set()
+        time.sleep(0.3)
+        deallocate()
+
+    monkeypatch.setattr(core, "deallocate", slowly)
+
+    def close() -> None:
+        assert begun.wait(10)
+        store.close()
+
+    assert at_once([store.clear, close]) == [None] * 2
+    superblock = superblock_of(str(tmp_path / "pool"))
+    assert superblock is not None
+    assert superblock.state == PoolState.CLEAN
 
 
 def test_a_pool_is_cleared_after_a_record_that_could_not_be_submitted(

@@ -100,6 +100,7 @@ class Core(InFlight):
         self._others_nbytes = {OPCODE_READ: 0, OPCODE_WRITE: 0}
         self.sequence = 1
         self.leave_open = False  # records on the medium are not what the index says
+        self.is_quiesced = False  # see quiesced; a close waits for its end
         self.index = Index(members.count * self.geometry.slots)
         self._reserve = reserve_slots(self.index.slots)
         self.expected = 0  # pages that a put may bring soon
@@ -368,14 +369,14 @@ class Core(InFlight):
         with self.lock:
             self.wait_ready(self.config.timeout_s)
             self.check_open()
-            self.ready = False
+            self.ready, self.is_quiesced = False, True
         try:
             if not self.wait_quiet(self.config.timeout_s):
                 raise DeviceTimeout("transfers are still under way; nothing was done, try again")
             yield
         finally:
             with self.lock:
-                self.ready = True
+                self.ready, self.is_quiesced = True, False
                 self.changed.notify_all()
 
     def deallocate(self, groups: Slots | None = None) -> None:
