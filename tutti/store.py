@@ -118,7 +118,6 @@ class ObjectStore(Owned, Store):
             if schedule_of is not None and self.config.schedule is None:
                 self.config = replace(self.config, schedule=schedule_of(self.layout))
             clean, found_as = self.members.clean, list(self.members.superblocks)
-            self.members.mark_open(self.members.next_sequence)
             self._core = self._resources.core = Core(self.engine, self.members, self.config)
             self._reclaimer = Reclaimer(self._core)
             parts.append(self._reclaimer)
@@ -144,6 +143,7 @@ class ObjectStore(Owned, Store):
             )
             recovery = threading.Thread(target=_recover, args=(self._core, recovering), daemon=True)
             self._resources.recovery = recovery
+            self.members.mark_open(self.members.next_sequence)  # last: what fails leaves it clean
             start_thread(recovery, "tutti-recovery")
             if clean:
                 self._core.wait_ready(self.config.timeout_s * 4)

@@ -249,3 +249,15 @@ def test_two_names_with_one_number_are_refused() -> None:
                 Quotas((Quota(other, 1), Quota(str(number), 1)), 1)
             return
     raise AssertionError("as many numbers as names")
+
+
+def test_settings_that_are_refused_leave_the_pool_closed_cleanly(tmp_path: Path, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with tutti.open(tmp_path / "pool", LAYOUT, "16MiB", verify="off") as store:
+        store.allocate_memory(4)
+        assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4
+    twice = StoreConfig(quotas=(Quota("team", 1), Quota("team", 2)))
+    with pytest.raises(ConfigError, match="same number"):
+        tutti.open(tmp_path / "pool", config=twice)
+    with tutti.open(tmp_path / "pool", verify="off") as store:
+        assert store.match(keys, proven=True) == 4
