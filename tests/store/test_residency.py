@@ -247,6 +247,19 @@ def test_a_share_that_a_file_cannot_have_is_refused_before_recovery(
         open_pool([tmp_path / "pool"], page_cache_share=1.0)
 
 
+@pytest.mark.parametrize(
+    "given", [{"share": "1"}, {"share": 5}, {"budget_nbytes": "1GiB"}, {"budget_nbytes": -1}]
+)
+def test_a_wrong_plan_is_refused_before_anything_waits(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    format_pool([tmp_path / "pool"], LAYOUT, CAPACITY_NBYTES)
+    with open_pool([tmp_path / "pool"]) as store:
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} is "):
+            store.residency.replan(**given)
+        assert store.residency.replan(share=0).buffered_groups == 0
+
+
 def test_a_pool_in_memory_has_no_page_cache() -> None:
     with opened(formatted()) as store:
         with pytest.raises(Unsupported, match="no page cache"):

@@ -12,11 +12,14 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base.checks import optional, takes, whole
+from tutti.base.checks import share as share_of
 from tutti.base.interrupts import uninterrupted
 from tutti.base.memory_pressure import read_memory, read_stall_us
 from tutti.base.process import Owned
@@ -30,6 +33,8 @@ from tutti.scheduler.residency_policy import Governor, Look, plan_groups
 from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)
+
+_bytes = partial(whole, low=0, high=2**62)
 
 _INTERVAL_S = 0.1
 #: Groups that change path under one lock, and the longest time spent on changes in one interval.
@@ -115,6 +120,7 @@ class Residency(Owned):
         }
 
     @uninterrupted()
+    @takes(share=share_of, budget_nbytes=optional(_bytes))
     def replan(self, *, share: float = 1.0, budget_nbytes: int | None = None) -> ResidencyPlan:
         """Chooses anew which groups go through the page cache: those that were used last.
 
