@@ -93,6 +93,35 @@ def test_a_close_waits_for_a_clear(
     assert superblock.state == PoolState.CLEAN
 
 
+def test_a_load_that_a_clear_overtakes_holds_nothing_up(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Puts that waited for it kept the clear waiting, which kept the load waiting."""
+    with tutti.open(tmp_path / "pool", LAYOUT, "16MiB") as store:
+        keys = some_keys(rng, 4)
+        filled(store, keys)
+        core, dispatcher = store._core, store._queue.dispatcher
+        assert dispatcher is not None
+        alone, under_way = dispatcher.alone, list[str]()
+
+        def end_clear() -> None:
+            under_way.extend(dispatcher.under_way)
+            core.ready = True
+            with core.lock:
+                core.changed.notify_all()
+
+        def alone_until_a_clear(known: Any, over: int = 0) -> bool:
+            monkeypatch.undo()
+            assert alone(known, over)
+            core.ready = False
+            threading.Timer(0.2, end_clear).start()
+            return True
+
+        monkeypatch.setattr(dispatcher, "alone", alone_until_a_clear)
+        store.load(keys, range(4)).wait(10)
+        assert not under_way
+
+
 def test_a_pool_is_cleared_after_a_record_that_could_not_be_submitted(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

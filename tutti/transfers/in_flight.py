@@ -19,6 +19,10 @@ from tutti.medium.geometry import Geometry
 from tutti.transfers.store_config import StoreConfig
 
 
+class NotAdmitted(DeviceTimeout):
+    """An operation that does not wait came before recovery's end, or during `Core.quiesced`."""
+
+
 @dataclass
 class Counters:
     """Totals since the pool was opened; objects unless the name says otherwise."""

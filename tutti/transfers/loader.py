@@ -39,6 +39,7 @@ from tutti.placement.load_plan import (
 )
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
+from tutti.transfers.in_flight import NotAdmitted
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.starters import Order
 from tutti.transfers.tickets import LoadPart, LoadProgress
@@ -130,12 +131,18 @@ class Loader:
         memory: PagedMemory,
         *,
         admit: bool = False,
+        waits: bool = True,
         **order: Unpack[Order],
     ) -> LoadProgress:
-        """Starts a load; see ObjectStore.load.  admit: see Core.admitted."""
+        """Starts a load; see ObjectStore.load.  admit: see Core.admitted.
+
+        Raises NotAdmitted if it is not admitted yet and not to wait.
+        """
         core = self._core
         with core.lock:
             if admit and not core.ready:
+                if not waits:
+                    raise NotAdmitted("recovery or a clear is under way; try again")
                 core.wait_admitted(core.config.timeout_s, memory)
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin(memory)

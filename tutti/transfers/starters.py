@@ -46,5 +46,6 @@ class LoadStarter(Protocol):
         memory: PagedMemory,
         *,
         admit: bool = False,
+        waits: bool = True,
         **order: Unpack[Order],
     ) -> LoadProgress: ...

@@ -41,7 +41,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import LoadKind, report_at
 from tutti.scheduler.state import Issue
-from tutti.transfers.in_flight import InFlight
+from tutti.transfers.in_flight import InFlight, NotAdmitted
 from tutti.transfers.loader import QueuedLoad, are_passed
 from tutti.transfers.put_request import NO_ROWS, OpenParts, PutGrant, PutPart, PutRequest, QueuedPut
 from tutti.transfers.starters import LoadStarter, PartStarter
@@ -160,8 +160,9 @@ class TransferQueue(Owned):
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load, Loader.load."""
         core, dispatcher, n = self._core, self.dispatcher, len(keys)
+        start = partial(self._loader.load, keys, pages, memory, admit=admit, ahead=ahead)
         if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
-            return self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
+            return start()
         name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
         nbytes, load = core.geometry.slice_nbytes * n, None
         known = LoadKnown(at_ns, name, core.layers, nbytes, 0, 0, batch=batch)
@@ -173,15 +174,17 @@ class TransferQueue(Owned):
         over = self._over() if dispatcher.under_way else 0
         try:
             if core.ready and dispatcher.alone(known, over):
-                progress = self._loader.load(keys, pages, memory, admit=admit, ahead=ahead)
+                progress = start(waits=False)
                 self._alone = name, progress
             else:
                 load = QueuedLoad(name, core.layers)
                 with core.admitted(core.config.timeout_s, memory) if admit else nullcontext():
                     given = keys, pages, memory, ahead
                     progress = self._load_in_turn(dispatcher, load, known, given)
-        except BaseException:
+        except BaseException as error:
             self._gone(dispatcher, name, 0, load)
+            if load is None and isinstance(error, NotAdmitted):  # a clear began meanwhile
+                return self.load(keys, pages, memory, batch, ahead, admit)
             raise
         if known.kind is LoadKind.BACKGROUND:
             joined = BatchJoined(at_ns, known.batch, known.batch)
@@ -350,16 +353,13 @@ class TransferQueue(Owned):
         return PutPart(put.request, rows, put.progress, lambda *_: self._end_rows(put, rows.size))
 
     def _launch(self, put: QueuedPut, end: int) -> list[PutPart]:
-        """Grants rows up to ``end``, and makes parts of new ones, as far as more may be open; the
-        rest follows as these end.  Lock held.
-        """
-        parts, put.granted = [], end
+        """Grants rows up to ``end``, and makes parts of as many as may be open.  Lock held."""
+        parts, put.granted, ended = [], end, partial(self._ended, put)
         while put.launched < end and (put.open is None or put.open.has_room):  # a row each turn
             rows = end - put.launched if put.open is None else self._part_rows(put)
             first, put.launched = put.launched, put.launched + rows
             grant = None if put.open is None else put.open.add(first, rows)
             taken = put.rows if rows == put.rows.size else put.rows[first : put.launched]
-            ended = partial(self._ended, put)
             parts.append(PutPart(put.request, taken, put.progress, ended, grant))
         if put.open is not None:
             put.open.grant(end, partial(self._progressed, put))
