@@ -127,6 +127,7 @@ class Calls:
     def _memory_calls(self) -> Table:
         return {
             "memory.read": (self.memory.read, {"page": 3}),
+            "memory.segment": (self.memory.segment, {"page": 3, "layer": 0, "k": 0}),
             "memory.write": (
                 self.memory.write,
                 {"page": 3, "content": bytes(LAYOUT.object_nbytes)},
@@ -304,6 +305,9 @@ def test_the_table_has_every_parameter(calls: Calls) -> None:
         (ConfigError, "load.wait_settled", {"timeout_s": -1}),
         (PageRangeError, "load.wait_layer", {"layer": 2**63}),
         (PageRangeError, "memory.read", {"page": 2**65}),
+        (PageRangeError, "memory.segment", {"layer": -1}),
+        (PageRangeError, "memory.segment", {"k": -1}),
+        (PageRangeError, "memory.segment", {"k": len(LAYOUT.segments)}),
         (ConfigError, "close", {"timeout_s": "5"}),
         (ConfigError, "StoreConfig", {"digest_cache_nbytes": -1}),
         (ConfigError, "StoreConfig", {"eviction": None}),
@@ -335,3 +339,8 @@ def test_a_setting_beside_a_config_is_refused(setting: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=f"put {setting} into the StoreConfig"):
         tutti.open(tmp_path / "pool", LAYOUT, "8MiB", config=config, **value)
     assert not list(tmp_path.iterdir())
+
+
+def test_segments_numbered_by_short_integers(calls: Calls) -> None:
+    numbers = np.uint8(3), np.uint8(1), np.uint8(0)
+    assert np.shares_memory(calls.memory.segment(*numbers), calls.memory.segment(3, 1, 0))

@@ -154,15 +154,17 @@ class HostMemory(Owned):
 
     def segment(self, page: int, layer: int, k: int) -> npt.NDArray[np.uint8]:
         """A view of segment ``k``, uint8 (segment_nbytes,).  Raises PageRangeError."""
-        numbers = (page, layer)
-        if not all(isinstance(number, int | np.integer) for number in numbers) or not (
-            0 <= page < self.pages and 0 <= layer < self.layout.layers
+        limits = (self.pages, self.layout.layers, len(self.layout.segments))
+        if not all(
+            isinstance(number, int | np.integer) and 0 <= number < limit
+            for number, limit in zip((page, layer, k), limits, strict=True)
         ):
             raise PageRangeError(
-                f"page {page!r}, layer {layer!r} is outside a pool of {self.pages} pages and "
-                f"{self.layout.layers} layers; use numbers from 0"
+                f"page {page!r}, layer {layer!r}, segment {k!r} is outside a pool of {limits[0]}"
+                f" pages, {limits[1]} layers and {limits[2]} segments; use numbers from 0"
             )
         memory = self.memory
+        page, layer, k = int(page), int(layer), int(k)  # numpy's integers may overflow
         address = int(memory.bases[layer, k]) + page * memory.stride_nbytes[k]
         return view_at(address, memory.segment_nbytes[k])
 
