@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tutti.base.units import MiB
 from tutti.errors import (
     CapacityError,
     ConfigError,
+    MediumError,
     MemberMissing,
     MemberSwapped,
     PoolExists,
@@ -29,7 +33,7 @@ from tutti.errors import (
     PoolNotFound,
     TuttiError,
 )
-from tutti.gio_uring import named_drive
+from tutti.gio_uring import named_drive, shared_file
 from tutti.gio_uring.drives.block_device import Devices
 from tutti.gio_uring.file_member import FileMember
 from tutti.pool import member_controller, places, pool_format
@@ -203,6 +207,28 @@ def test_nothing_is_written_before_all_places_are_free(loop: Loop, tmp_path: Pat
         with pytest.raises(PoolInUse):
             tutti.format([file, tmp_path / "new", taken], LAYOUT, CAPACITY, force=True)
     assert (file.read_bytes(), (tmp_path / "new").exists()) == (b"old", False)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(errno.EIO, MediumError), (errno.ENOLCK, MediumError), (errno.EINVAL, None)]
+)
+def test_locks_of_clients_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[MediumError] | None
+) -> None:
+    path, control = str(tmp_path / "pool"), fcntl.fcntl
+    tutti.format(path, LAYOUT, CAPACITY)
+
+    def refuse(fd: int, command: int, *arguments: Any) -> Any:
+        if command == fcntl.F_OFD_GETLK:
+            raise OSError(code, os.strerror(code))
+        return control(fd, command, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuse)
+        assert shared_file.is_open_elsewhere([0], shared_file.lock_place(1))
+        with contextlib.nullcontext() if error is None else pytest.raises(error, match="lock"):
+            tutti.open(path).close()
+    tutti.open(path).close()
 
 
 def test_two_names_of_one_device(loop: Loop, tmp_path: Path) -> None:

@@ -341,6 +341,7 @@ def lock_file(fd: int, name: str) -> None:
     """Locks an open file, without waiting.  Raises PoolInUse."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        user = shared_file.user_of(fd)
     except BlockingIOError as error:
         owner = lock_owner(os.fstat(fd))
         who = f"process {owner}" if owner and owner > 0 else "another process"
@@ -349,7 +350,7 @@ def lock_file(fd: int, name: str) -> None:
     except OSError as error:
         reason = f"cannot lock {name}: {error.strerror}"
         raise MediumError(f"{reason}; put it on a file system with flock(2)") from error
-    if (user := shared_file.user_of(fd)) is not None:
+    if user is not None:
         fcntl.flock(fd, fcntl.LOCK_UN)
         raise PoolInUse(
             f"process {user} still has {name} open, from an agent that ended; it closes it by"

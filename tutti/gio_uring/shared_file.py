@@ -52,12 +52,20 @@ def reopen(fds: Sequence[int], place: int) -> list[int]:
 
 def is_open_elsewhere(fds: Sequence[int], place: int) -> bool:
     """Whether another open file description still locks byte ``place``.  True if unknown."""
-    return any(_holder(fd, place, 1) is not None for fd in fds)
+    try:
+        return any(_holder(fd, place, 1) is not None for fd in fds)
+    except OSError:
+        return True
 
 
 def user_of(fd: int) -> int | None:
-    """A process that still has this file open by ``reopen``, if any."""
-    start = _holder(fd, _FIRST, 0)
+    """A process that still has this file open by ``reopen``, if any.  Raises OSError if unknown."""
+    try:
+        start = _holder(fd, _FIRST, 0)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return None  # the file has no such locks: reopen fails as well
+        raise
     return None if start is None else (start - _FIRST) >> _PID_SHIFT
 
 
@@ -71,11 +79,8 @@ def check_files(fds: Sequence[int]) -> None:
 
 
 def _holder(fd: int, start: int, length: int) -> int | None:
-    """First byte of a range that another open file description has locked; ``start`` if unknown."""
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, start, length))
-    except OSError as error:
-        return None if error.errno in (errno.EINVAL, errno.EOPNOTSUPP) else start
+    """First byte of a range that another open file description has locked.  Raises OSError."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, start, length))
     kind, _, first, _, _ = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else int(first)
 
