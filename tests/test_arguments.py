@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -299,6 +301,8 @@ def test_the_table_has_every_parameter(calls: Calls) -> None:
         (ConfigError, "match", {"pin": 1}),
         (ConfigError, "register", {"memory": None}),
         (ConfigError, "HostMemory.from_buffer", {"buffer": (1 << 65, 1 << 20)}),
+        (ConfigError, "HostMemory.from_buffer", {"buffer": (4096,)}),
+        (ConfigError, "HostMemory.from_buffer", {"buffer": ("4096", 1 << 20)}),
         (ConfigError, "put.wait", {"timeout_s": "5"}),
         (ConfigError, "load.wait", {"timeout_s": math.nan}),
         (ConfigError, "load.wait", {"timeout_s": 1e30}),
@@ -344,3 +348,14 @@ def test_a_setting_beside_a_config_is_refused(setting: str, tmp_path: Path) -> N
 def test_segments_numbered_by_short_integers(calls: Calls) -> None:
     numbers = np.uint8(3), np.uint8(1), np.uint8(0)
     assert np.shares_memory(calls.memory.segment(*numbers), calls.memory.segment(3, 1, 0))
+
+
+def test_a_segment_keeps_its_memory() -> None:
+    memory = tutti.HostMemory.allocate(LAYOUT, 1)
+    segment, owner = memory.segment(0, 0, 0), weakref.ref(memory.owner)
+    del memory
+    gc.collect()
+    assert owner() is not None, "the view is of memory that was freed"
+    del segment
+    gc.collect()
+    assert owner() is None

@@ -159,7 +159,11 @@ def address_of(buffer: Any) -> tuple[int, int]:
     Raises ConfigError for memory that is read-only, not contiguous or empty.
     """
     if isinstance(buffer, tuple):
-        address, nbytes = (int(part) for part in buffer)
+        if len(buffer) != 2 or not all(isinstance(part, int | np.integer) for part in buffer):
+            raise ConfigError(
+                f"memory {buffer!r} is not a pair of integers; pass (address, nbytes)"
+            )
+        address, nbytes = map(int, buffer)
     elif isinstance(buffer, HostBuffer):
         address, nbytes = buffer.address, buffer.nbytes
     elif hasattr(buffer, "data_ptr"):
@@ -221,6 +225,11 @@ class DmaRegion(Owned):
         self.close()
 
 
-def view_at(address: int, nbytes: int) -> Bytes:
-    """uint8 of shape (nbytes,) over memory at an address, which the caller keeps alive."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+def view_at(address: int, nbytes: int, owner: Any = None) -> Bytes:
+    """uint8 of shape (nbytes,) over memory at an address.
+
+    owner: lives as long as the view; without one the caller keeps the memory alive.
+    """
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    memory.owner = owner
+    return np.ctypeslib.as_array(memory)

@@ -166,7 +166,7 @@ class HostMemory(Owned):
         memory = self.memory
         page, layer, k = int(page), int(layer), int(k)  # numpy's integers may overflow
         address = int(memory.bases[layer, k]) + page * memory.stride_nbytes[k]
-        return view_at(address, memory.segment_nbytes[k])
+        return view_at(address, memory.segment_nbytes[k], self.owner)
 
     def read(self, page: int) -> bytes:
         """All bytes of a page, ordered as on the medium: layer by layer, segments in order."""
