@@ -22,7 +22,7 @@ from tutti.errors import ConfigError, DeviceTimeout, Unsupported
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.memory import HostBuffer
 from tutti.medium.layout import KVLayout
-from tutti.memory.host_memory import HostMemory
+from tutti.memory.host_memory import HostMemory, bytes_of_page
 
 _COPY_TIMEOUT_S = 30.0
 
@@ -122,9 +122,7 @@ class DeviceMemory(HostMemory):
 
     def write(self, page: int, content: bytes | npt.NDArray[np.uint8]) -> None:
         """Fills a page, as HostMemory.write.  Waits and raises as `read`."""
-        source = np.frombuffer(content, np.uint8)
-        if source.size != self.layout.object_nbytes:
-            raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")
+        source = bytes_of_page(self.layout, content)
         buffer = HostBuffer(source.size, hugepages=False)
         buffer.array[:] = source
         self._copy(page, buffer.address, to_page=True)

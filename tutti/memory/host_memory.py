@@ -180,19 +180,25 @@ class HostMemory(Owned):
         """Fills a page from ``object_nbytes`` bytes in the order of ``read``.  Raises ConfigError
         for another number of bytes, and PageRangeError.
         """
-        try:
-            source = np.frombuffer(content, np.uint8)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the content of a page is {type(content).__name__}; pass bytes"
-            ) from error
-        if source.size != self.layout.object_nbytes:
-            raise ConfigError(f"a page has {self.layout.object_nbytes} bytes, not {source.size}")
+        source = bytes_of_page(self.layout, content)
         start = 0
         for layer in range(self.layout.layers):
             for k, nbytes in enumerate(self.layout.segments):
                 self.segment(page, layer, k)[:] = source[start : start + nbytes]
                 start += nbytes
+
+
+def bytes_of_page(layout: KVLayout, content: Any) -> npt.NDArray[np.uint8]:
+    """The content of a page as uint8.  Raises ConfigError for another type or number of bytes."""
+    try:
+        source = np.frombuffer(content, np.uint8)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the content of a page is {type(content).__name__}; pass bytes"
+        ) from error
+    if source.size != layout.object_nbytes:
+        raise ConfigError(f"a page has {layout.object_nbytes} bytes, not {source.size}; pass those")
+    return source
 
 
 def _check_elements(layout: KVLayout, buffer: Any) -> None:

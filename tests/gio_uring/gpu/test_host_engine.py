@@ -473,6 +473,9 @@ def test_what_cannot_fit_or_work_says_so(rng: np.random.Generator) -> None:
             rig.store.load(some_keys(rng, 0), [], memory=host).order_stream(0, 0) or _load_host(rig)
         with pytest.raises(Unsupported):
             rig.pool.segment(0, 0, 0)
+        for content in (None, "a page", b"short"):
+            with pytest.raises(ConfigError, match="pass"):
+                rig.pool.write(0, content)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="create a stream"):
             HostEngine(rig.driver, rig.store.engine, load_streams=(0,))
         with pytest.raises(ConfigError, match="gpu="):
