@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
 from tutti.base.units import MiB
-from tutti.errors import ConfigError, MediumError, Unsupported
+from tutti.errors import ConfigError, MediumError, PoolMoved, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import BlockRange, FileController, _without, uring_refusal
 from tutti.gio_uring.file_creation import allocate_file
@@ -227,6 +229,18 @@ def test_bad_ranges_change_nothing(host: NvmeHost, ranges: list[BlockRange]) -> 
     assert controller.buffered == (BlockRange(1, 3, 4),)
     transfer_all(host, WRITE, [(0, 16)])
     assert controller.resident_nbytes(whole()) == 4 * LBA
+
+
+def test_residency_of_a_file_that_cannot_be_mapped(
+    host: NvmeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.EMFILE, "too many files")))
+        with pytest.raises(MediumError, match="limits of open files"):
+            file_of(host).resident_nbytes(whole())
+    os.truncate(tmp_path / "member0", NBYTES // 2)
+    with pytest.raises(PoolMoved, match="was truncated"):
+        file_of(host).resident_nbytes(whole())
 
 
 def test_files_that_are_buffered_anyway_refuse(tmp_path: Path) -> None:

@@ -239,12 +239,22 @@ class FileMember(Owned):
     def resident_nbytes(self, offset: int, nbytes: int) -> int:
         """Number of these bytes in the page cache, in whole pages (mincore(2)).
 
-        Raises MediumError if mincore fails.
+        Raises MediumError if they cannot be mapped or mincore fails, PoolMoved if the file was
+        truncated.
         """
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         length = offset + nbytes - start
-        with mmap.mmap(self._cached_fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as m:
-            view = np.frombuffer(m, np.uint8)
+        try:
+            mapped = mmap.mmap(
+                self._cached_fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start
+            )
+        except (OSError, ValueError) as error:  # ValueError: it is shorter
+            self.check_place()
+            raise MediumError(
+                f"cannot map {self.name}: {error}; check the limits of open files and of memory"
+            ) from error
+        with mapped:
+            view = np.frombuffer(mapped, np.uint8)
             pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
             address, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(length)
             failed = _libc().mincore(address, size, ctypes.c_void_p(pages.ctypes.data))
