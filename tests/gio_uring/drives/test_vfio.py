@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from tutti.errors import DeviceGone
 from tutti.gio_uring.drives import vfio
 from tutti.gio_uring.drives.vfio import VfioDevice
 
@@ -38,6 +41,22 @@ def files_of(pid: int, folder: Path) -> int:
     """How many event counters and files of a folder a process has open."""
     names = [os.path.realpath(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     return sum("eventfd" in name or Path(name).parent == folder for name in names)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_device_that_is_gone_when_its_reset_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    """The rescue of a drive gives it up after a typed error, and ended its thread after others."""
+    monkeypatch.setattr(vfio, "_VFIO", tmp_path)
+    monkeypatch.setattr(vfio, "iommu_group", lambda bdf: "7")
+    monkeypatch.setattr(fcntl, "ioctl", Kernel(tmp_path).ioctl)
+    device = VfioDevice("0000:03:00.0")
+    if not is_removed:
+        monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+    with pytest.raises(DeviceGone, match="check it"):
+        device.enable_dma()
+    device.close()
 
 
 def test_a_forked_child_has_no_part_of_the_device(

@@ -138,10 +138,17 @@ class VfioDevice(Owned):
         return []
 
     def enable_dma(self) -> None:
-        """Enables memory space and bus mastering of the device."""
-        command = struct.unpack("<H", os.pread(self.fd, 2, self._config + _CONFIG_COMMAND))[0]
-        wanted = struct.pack("<H", command | _COMMAND_MEMORY | _COMMAND_MASTER)
-        os.pwrite(self.fd, wanted, self._config + _CONFIG_COMMAND)
+        """Enables memory space and bus mastering. Raises DeviceGone if the device is gone."""
+        place = self._config + _CONFIG_COMMAND
+        try:
+            raw = os.pread(self.fd, 2, place)
+            if len(raw) == 2:
+                command = struct.unpack("<H", raw)[0] | _COMMAND_MEMORY | _COMMAND_MASTER
+                os.pwrite(self.fd, struct.pack("<H", command), place)
+                return
+        except OSError as error:
+            raise DeviceGone(f"{self.bdf} does not answer ({error.strerror}); check it") from error
+        raise DeviceGone(f"{self.bdf} does not answer; it was removed or has failed: check it")
 
     def read_register(self, offset: int, nbytes: int) -> int:
         """Reads a register of BAR0. Raises DeviceGone if that fails, or all bits are ones."""
