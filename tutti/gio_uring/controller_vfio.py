@@ -287,8 +287,16 @@ class VfioController(NativeController):
             )
         queue_pair = QueuePair(depth, qid, owner=self, is_device=is_device, on_close=self._release)
         self._aim_doorbells(queue_pair)
-        self.device.map((queue_pair.memory.address, queue_pair.layout.nbytes))
-        self.admin.create_queues(queue_pair)
+        where = (queue_pair.memory.address, queue_pair.layout.nbytes)
+        self.device.map(where)
+        try:
+            self.admin.create_queues(queue_pair)
+        except MediumError:  # the drive refused, and does not use the rings
+            self.device.unmap(where)
+            raise
+        except BaseException:
+            self._rings.append(queue_pair.memory)  # the drive may write to it
+            raise
         if not is_device:
             result = _lib().gio_vfio_controller_attach(self.handle, queue_pair.struct_address)
             what = f"cannot create a queue pair of depth {depth}"

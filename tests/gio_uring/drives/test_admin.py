@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from typing import Any
 
 import pytest
-from gio_uring.drives.test_identify import controller
+from gio_uring.drives.test_identify import controller, namespace
 
 from tutti.errors import ConfigError, DeviceGone, DeviceTimeout, MediumError
+from tutti.gio_uring import controller_vfio
+from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.drives import admin as drive_admin
 from tutti.gio_uring.drives.admin import NvmeAdmin
 from tutti.gio_uring.drives.identify import IDENTIFY_NBYTES
@@ -36,7 +39,7 @@ class FakeDrive:
     def __init__(self) -> None:
         self.csts = 0
         self.cc = 0
-        self.registers: dict[int, int] = {}
+        self.written: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.log: list[str] = []
         self.grants = 4
@@ -78,7 +81,7 @@ class FakeDrive:
         elif offset == 0x1000:
             self._serve(content)
         elif offset != 0x1004:
-            self.registers[offset] = content
+            self.written[offset] = content
 
     def _configure(self, cc: int) -> None:
         enables = cc & 1 and not self.cc & 1
@@ -97,15 +100,15 @@ class FakeDrive:
             self.log.append("shut down")
 
     def _serve(self, tail: int) -> None:
-        depth = (self.registers[0x24] & 0xFFF) + 1
+        depth = (self.written[0x24] & 0xFFF) + 1
         while self._head != tail and not self.is_mute:
-            sqe = Sqe.from_address(self.registers[0x28] + 64 * self._head)
+            sqe = Sqe.from_address(self.written[0x28] + 64 * self._head)
             self._head = (self._head + 1) % depth
             opcode = sqe.cdw0 & 0xFF
             status = self.refuses.get(opcode, 0)
             dword = 0 if status else self._execute(opcode, sqe)
             slot, lap = self._tail % depth, self._tail // depth
-            cqe = Cqe.from_address(self.registers[0x30] + ctypes.sizeof(Cqe) * slot)
+            cqe = Cqe.from_address(self.written[0x30] + ctypes.sizeof(Cqe) * slot)
             cqe.result = dword
             cqe.status = sqe.cdw0 >> 16 | (lap + 1 & 1) << 16 | status << 17
             self._tail += 1
@@ -136,8 +139,8 @@ def brought_up(drive: Any) -> NvmeAdmin:
 def test_bring_up_and_shutdown() -> None:
     drive = FakeDrive()
     admin = brought_up(drive)
-    assert drive.registers[0x24] == 31 << 16 | 31
-    assert drive.registers[0x28] in drive.mapped
+    assert drive.written[0x24] == 31 << 16 | 31
+    assert drive.written[0x28] in drive.mapped
     assert drive.cc == 6 << 16 | 4 << 20 | 1
     assert admin.request_queues(8) == 4
     pairs = [QueuePair(depth, qid) for qid, depth in ((1, 16), (2, 64))]
@@ -187,6 +190,48 @@ def test_a_refused_command_is_an_error_with_its_status() -> None:
     with pytest.raises(MediumError, match="0x00b") as caught:
         admin.request_queues(2)
     assert caught.value.status == 0x00B
+
+
+class FakeFunction(FakeDrive):
+    """A FakeDrive for a whole controller: a file stands in for its registers."""
+
+    registers, registers_nbytes = 0, 0x4000
+
+    def __init__(self, bdf: str) -> None:
+        super().__init__()
+        self.fd = os.memfd_create("registers")
+        os.ftruncate(self.fd, self.registers_nbytes)
+        self.container_fd = self.fd
+        self.request_fd, self.wake_fd = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
+        self.identify = {
+            0: namespace(),
+            1: controller(),
+            2: struct.pack("<I", 1).ljust(IDENTIFY_NBYTES, b"\0"),
+        }
+
+    def check_mappable(self, offset: int, nbytes: int) -> None:
+        assert offset + nbytes <= self.registers_nbytes
+
+    def close(self) -> None:
+        for fd in (self.fd, self.request_fd, self.wake_fd):
+            os.close(fd)
+
+
+@pytest.mark.parametrize("opcode", [0x01, 0x05])
+def test_a_refused_queue_pair_leaves_nothing(opcode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_vfio, "VfioDevice", FakeFunction)
+    made = VfioController("0000:99:00.0", shadow_doorbells=False, rescues=False)
+    drive: Any = made.device
+    mapped = dict(drive.mapped)
+    drive.refuses[opcode] = 0x102
+    for _ in range(2):
+        with pytest.raises(MediumError, match="refused to create queue pair 1"):
+            made.create_queue_pair(16)
+    assert drive.mapped == mapped, "rings stay mapped"
+    assert drive.log.count("delete cq 1") == (2 if opcode == 0x01 else 0)
+    drive.refuses.clear()
+    made.create_queue_pair(16).close()
+    made.close()
 
 
 def test_a_mute_drive_times_out() -> None:

@@ -240,7 +240,11 @@ class NvmeAdmin(Owned):
         struct = queue_pair.struct
         self._must(what, _CREATE_CQ, cdw10=shape, cdw11=flags, prp1=struct.cq)
         cdw11 = queue_pair.qid << 16 | _QUEUE_CONTIGUOUS
-        self._must(what, _CREATE_SQ, cdw10=shape, cdw11=cdw11, prp1=struct.sq)
+        try:
+            self._must(what, _CREATE_SQ, cdw10=shape, cdw11=cdw11, prp1=struct.sq)
+        except MediumError:  # refused: otherwise its qid would stay taken
+            self._must(what, _DELETE_CQ, cdw10=queue_pair.qid)
+            raise
 
     def delete_queues(self, queue_pair: QueuePair) -> None:
         """Deletes the submission queue and then the completion queue of an idle pair."""
