@@ -156,6 +156,7 @@ u32 FileController::service(u64 timeout_ns) {
   take_changes();
   posted_ = 0;
   post_kept();
+  if (under_way_ == 0) is_resetting_ = false;  // the last command outlived the reset's deadline
   if (!is_resetting_) fetch();
   reap(posted_ == 0 && kept_.empty() ? sleep_limit(timeout_ns) : 0);
   return posted_;

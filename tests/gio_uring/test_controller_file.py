@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -20,11 +21,7 @@ import pytest
 from nvme_host import LBA, READ, WRITE, Fill, NvmeHost
 
 from tutti.base.units import KiB, MiB
-from tutti.errors import (
-    ConfigError,
-    PoolNotFound,
-    PoolReadOnly,
-)
+from tutti.errors import ConfigError, DeviceTimeout, PoolNotFound, PoolReadOnly
 from tutti.gio_uring import controller_file
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController, RequestLimits, uring_refusal
@@ -417,6 +414,20 @@ def test_reset_answers_everything(opened: Opened, path: Path, executor: str, see
         assert set(statuses) <= {OK, nvme.STATUS_ABORTED_SQ_DELETION}
         assert not host.data.any()
     assert host.read(1, 2).tobytes() == content[LBA : 3 * LBA]
+
+
+def test_a_disk_that_outlived_a_reset_is_used_again(
+    opened: Opened, path: Path, executor: str, seed: int
+) -> None:
+    content = fill_file(path, seed)
+    host = opened(path, executor=executor)
+    for _ in range(20):
+        cids = host.submit([blocks(host, READ, 256 * i, 256 * i, 256) for i in range(4)])
+        host.controller.service(0)
+        with contextlib.suppress(DeviceTimeout):  # unless all ended before the reset
+            host.controller.reset(0.0)
+        assert set(host.wait(cids)) <= {OK, nvme.STATUS_ABORTED_SQ_DELETION}
+        assert host.read(1, 2).tobytes() == content[LBA : 3 * LBA]
 
 
 def test_own_thread_serves_and_stops(opened: Opened, path: Path, executor: str, seed: int) -> None:
