@@ -174,6 +174,7 @@ class ClientLoader:
         memory: PagedMemory,
         *,
         admit: bool = False,
+        waits: bool = True,
         **order: Unpack[Order],
     ) -> LoadProgress:
         """See Loader; raises KeyMissing while the agent is away."""
