@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tutti.base.arrays import Keys
-from tutti.base.breaker import Breaker, crawls
+from tutti.base.breaker import crawls
 from tutti.base.process import Owned, at_exit, forget_exit
 from tutti.errors import ConfigError, DeviceTimeout, KeyMissing, PoolClosed, TuttiError, Unsupported
 from tutti.integration.sglang.adapter import check_version, load_page_hashes, served_model
@@ -38,7 +37,7 @@ from tutti.integration.sglang.direct.read_ahead import ReadAhead
 from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
-from tutti.integration.sglang.metrics import LOAD, STORE
+from tutti.integration.sglang.metrics import LOAD
 from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, check_limits, parse_options
 from tutti.integration.sglang.page_keys import page_keys
 from tutti.integration.sglang.second_touch import SecondTouch
@@ -134,9 +133,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def _start_parts(self, stored_pools: Sequence[StoredPool], opened: ExitStack) -> None:
         """Makes the parts that depend on the options.  opened: closes parts that have threads."""
         options, timeout_s = self._options, self._timeout_s
-        failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
-        self.reads = Breaker(failures, pause_s, time.monotonic)
-        self.writes = Breaker(failures, pause_s, time.monotonic)
         self._admission = admission_for(options, stored_pools, self._group)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
         if self._gpu is not None:
@@ -156,7 +152,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             schedule=schedule,
             lookups=options["pin_lookups"],
             timeout_s=timeout_s,
-            breaker=self.reads,
             measured=self._admission.loaded,
             log_error=self.error_log.add,
         )
@@ -167,7 +162,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             schedule=schedule,
             locked_share=options["backlog_share"],
             timeout_s=timeout_s,
-            breaker=self.writes,
             chains=self._chains,
             errors=self.error_log,
         )
@@ -176,7 +170,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         for stored_pool in stored_pools:
             self._maintenance[stored_pool.name] = maintenance = Maintenance(
                 stored_pool,
-                {LOAD: self.reads, STORE: self.writes},
                 errors=self.error_log,
                 probe_s=options["timeout_s"],
                 page_tokens=0 if stored_pool.kv_pool.trailing else self._group.page_size,
@@ -200,7 +193,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if keys is None:
             return []
         self._chains.seen(keys)
-        if not self.reads.closed or not self._complete(transfers):
+        stored_pools = self.stored_pools.values()
+        if not all(p.reads.closed for p in stored_pools) or not self._complete(transfers):
             return []
         found = self._lookups.find(rid, keys, transfers, self._pages_left(rid))
         self.ahead.note(rid, found.wanted)
@@ -477,7 +471,10 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if failed:
             for load in batch.queued:  # a probe reads these before requests do
                 load.stored_pool.remember(load.keys)
-            self.reads.failure()
+            for stored_pool in {load.stored_pool for load in batch.queued}:
+                stored_pool.reads.failure()
         elif good:
-            self.reads.success()
+            for stored_pool, _, nbytes, _ in batch.moved():
+                if nbytes:  # what was read ahead says nothing about the medium now
+                    stored_pool.reads.success(closes=False)
         return good

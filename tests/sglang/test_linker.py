@@ -126,9 +126,9 @@ def test_a_failing_medium_opens_the_breaker_until_a_probe_succeeds(tmp_path: Pat
         rig.fill(9)
         assert rig.store(names(4), range(4))
         for _ in range(2):
-            rig.linker.reads.failure()
-        if not rig.linker.reads.closed:  # a probe may have come already
-            assert rig.linker.reads.opened == 1
+            rig.stored_pool.reads.failure()
+        if not rig.stored_pool.reads.closed:  # a probe may have come already
+            assert rig.stored_pool.reads.opened == 1
         wait_for(lambda: rig.lookup(names(4)) == 4)
 
 
@@ -138,9 +138,9 @@ def test_an_open_breaker_answers_nothing_and_stores_nothing(
     with Rig(tmp_path, breaker_failures=1, breaker_pause_s=600.0) as rig:
         rig.fill(9)
         assert rig.store(names(4), range(4))
-        rig.linker.reads.failure()
+        rig.stored_pool.reads.failure()
         assert rig.lookup(names(4)) == 0
-        rig.linker.writes.failure()
+        rig.stored_pool.writes.failure()
         assert not rig.store(names(4, "new"), range(4))
         assert "4 pages of kv are not stored: the SSD failed several times" in caplog.text
 
@@ -164,7 +164,7 @@ def test_a_single_rank_refuses_to_load_what_is_gone(tmp_path: Path) -> None:
         rig.linker._alone = False  # with several ranks the answer depends on the transfers alone
         assert rig.load(names(3), range(3))
         assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        assert rig.linker.reads.closed, "a miss is not a fault of the medium"
+        assert rig.stored_pool.reads.closed, "a miss is not a fault of the medium"
 
 
 def test_a_wrong_number_of_slots_is_refused(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_slots_that_are_no_whole_pages_fail_and_nothing_is_moved(tmp_path: Path)
             wait_for(lambda: rig.linker.num_completed_offloads() == 1)
             assert not rig.linker.pop_completed_offload()
         assert rig.content(range(64)) == before
-        assert rig.linker.reads.closed
+        assert rig.stored_pool.reads.closed
         assert rig.lookup(names(2, "new")) == 0
 
 

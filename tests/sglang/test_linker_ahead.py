@@ -301,7 +301,7 @@ def test_reading_ahead_ends_while_the_breaker_is_open(
         monkeypatch.setattr(rig.stored_pool.store, "load", late)
         assert rig.lookup(names(6), "a") == 6
         wait_for(lambda: len(calls) == 1)
-        rig.linker.reads.failure()
+        rig.stored_pool.reads.failure()
         assert rig.lookup(names(6), "b") == 0
         rig.linker.cancel_queued_load("a")  # while its read is being started
         gate.set()

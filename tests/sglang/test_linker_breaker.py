@@ -1,4 +1,4 @@
-"""The breaker of reads is closed by an object that was read, not by one that was never stored."""
+"""The breaker of a pool's reads is closed by an object that was read from this pool since then."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linker_engine import Rig, names, wait_for
+from linker_engine import Rig, ahead_pages, names, wait_for
+from linker_states import StatesRig
 from memory_controller import Faults
 from test_linker_stress import stores_in_memory
 
 from store.pools import images_of
+from tutti.errors import DeviceTimeout
 from tutti.integration.sglang.direct import maintenance
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 
@@ -104,7 +106,7 @@ def test_after_a_restart_what_failed_to_be_read_ahead_is_tried(
 ) -> None:
     with restarted(tmp_path, monkeypatch, read_ahead_share=0.5) as (rig, want):
         assert rig.lookup(names(4)) == 4
-        wait_for(lambda: not rig.linker.reads.closed)
+        wait_for(lambda: not rig.stored_pool.reads.closed)
         stays_open(rig)
         recovers(rig, want)
 
@@ -117,4 +119,72 @@ def test_requests_try_when_all_that_was_known_is_gone(
         rig.stored_pool.store.controller.set_faults(None)
         rig.stored_pool.store.controller.release()
         rig.linker.clear()
-        wait_for(lambda: rig.linker.reads.closed)
+        wait_for(lambda: rig.stored_pool.reads.closed)
+
+
+def test_pages_that_were_read_ahead_close_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig_of(tmp_path, monkeypatch, read_ahead_share=0.5) as rig:
+        rig.fill(1)
+        want = rig.content(range(4))
+        assert rig.store(names(4), range(4))
+        assert rig.store(names(4, "other"), range(4, 8))
+        assert rig.lookup(names(4)) == 4
+        wait_for(lambda: ahead_pages(rig.linker) == 4)
+        hang(rig)
+        assert rig.lookup(names(4, "other"), "other") == 4
+        wait_for(lambda: not rig.stored_pool.reads.closed)
+        assert rig.restore(names(4), range(20, 24)), "all of it was staged before"
+        stays_open(rig)
+        recovers(rig, want)
+
+
+#: A prefix of four pages ends with one state.
+AT, WINDOWS = {"kv": range(4), "mamba": [1]}, {"mamba": 1}
+
+
+def test_a_pool_that_can_be_read_closes_nothing_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maintenance, "_EVERY_S", LOOK_S)
+    options = {"breaker_failures": 1, "breaker_pause_s": 0.01, "read_ahead_share": 0.0}
+    with StatesRig(tmp_path, "mamba", **options) as rig:
+        rig.fill(1)
+        transfers = rig.transfers(names(4), AT, WINDOWS)
+        assert rig.store(transfers)
+        kv, states = (rig.linker.stored_pools[name] for name in ("kv", "mamba"))
+
+        def unanswered(*_: object, **__: object) -> None:
+            raise DeviceTimeout("made up")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(states.store, "load", unanswered)
+            assert rig.linker.lookup("r", transfers) == [4]
+            assert not rig.restore(transfers), "503"
+            wait_for(lambda: kv.reads.closed)
+            until_s = time.monotonic() + PROBES_S
+            while time.monotonic() < until_s:
+                assert rig.linker.lookup("r", transfers) == [], "its states cannot be read"
+                time.sleep(0.01)
+        wait_for(lambda: rig.linker.lookup("r", transfers) == [4])
+        assert rig.restore(transfers)
+
+
+def test_a_pool_that_can_be_written_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def unanswered(*_: object, **__: object) -> None:
+        calls.append(1)
+        raise DeviceTimeout("made up")
+
+    with StatesRig(tmp_path, "mamba", breaker_failures=2, breaker_pause_s=600.0) as rig:
+        rig.fill(1)
+        kv, states = (rig.linker.stored_pools[name].store for name in ("kv", "mamba"))
+        monkeypatch.setattr(states, "put", unanswered)
+        for number in range(5):
+            assert not rig.store(rig.transfers(names(4, str(number)), AT, WINDOWS))
+        assert len(calls) == 2, "its medium is left alone after two failures"
+        assert kv.stats()["stored"] == 20

@@ -31,7 +31,6 @@ from node.agents import running
 from waiting import wait_idle
 
 import tutti
-from tutti.base.breaker import Breaker
 from tutti.bench.simulate.server_io import policy_of
 from tutti.errors import ConfigError, DeviceTimeout, ProfileError
 from tutti.integration.sglang import linker as linker_module
@@ -473,7 +472,6 @@ def test_a_store_that_queues_its_puts_has_no_backlog(tmp_path: Path) -> None:
                 schedule=config.schedule,
                 locked_share=0.5,
                 timeout_s=5.0,
-                breaker=Breaker(3, 5.0, time.monotonic),
                 chains=Chains(),
                 errors=ErrorLog(Metrics({"mode": "linker", "pool": "kv", "rank": "0"})),
             )

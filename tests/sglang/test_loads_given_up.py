@@ -113,11 +113,11 @@ def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
                 patch.setattr(rig.stored_pool.store, "load", raising(error))
                 seen = rig.linker.error_log.counts.get(f"probe: {type(error).__name__}", 0)
                 for _ in range(4):
-                    rig.linker.reads.failure()
+                    rig.stored_pool.reads.failure()
                 wait_for(lambda: _probed(rig, error) > seen)  # noqa: B023
-        assert not rig.linker.reads.closed
+        assert not rig.stored_pool.reads.closed
         go.set()
-        wait_for(lambda: rig.linker.reads.closed)
+        wait_for(lambda: rig.stored_pool.reads.closed)
 
 
 def _probed(rig: Rig, error: BaseException) -> int:
@@ -176,9 +176,9 @@ def test_reads_come_back_while_objects_are_still_proven(
         rig.fill(1)
         assert rig.store(names(4), range(4))
         for _ in range(3):
-            rig.linker.reads.failure()
-        assert not rig.linker.reads.closed
-        wait_for(lambda: rig.linker.reads.closed)
+            rig.stored_pool.reads.failure()
+        assert not rig.stored_pool.reads.closed
+        wait_for(lambda: rig.stored_pool.reads.closed)
         before = len(calls)
         wait_for(lambda: len(calls) > before)
 

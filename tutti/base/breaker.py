@@ -40,10 +40,14 @@ class Breaker:
         """Whether the medium may be used."""
         return self._row < self._failures
 
-    def success(self) -> None:
-        """Counts a success, which closes the breaker."""
+    def success(self, *, closes: bool = True) -> None:
+        """Counts a success, which ends a row of failures.
+
+        closes: whether it closes an open breaker; not if it may be older than the failures.
+        """
         with self._lock:
-            self._row = 0
+            if closes or self.closed:
+                self._row = 0
 
     def failure(self) -> None:
         """Counts a failure."""

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from tutti.base.arrays import Keys, Mask
-from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.errors import ConfigError, CudaError, DeviceTimeout, TuttiError
@@ -172,7 +171,6 @@ class Backlog(Owned):
         schedule: Schedule,
         locked_share: float,
         timeout_s: float,
-        breaker: Breaker,
         chains: Chains,
         errors: ErrorLog,
     ) -> None:
@@ -184,7 +182,6 @@ class Backlog(Owned):
                     "the backlog's thread; open it with Schedule(..., puts=False)"
                 )
         self._timeout_s = timeout_s
-        self._breaker = breaker
         self._chains = chains
         self._errors = errors
         self._changed = threading.Condition()
@@ -220,18 +217,16 @@ class Backlog(Owned):
         whole: whether the parts are the whole offload; if not, the answer to SGLang is False.
         """
         offload = Offload(fence, len(parts), whole, None if parts else whole)
-        accepted = not parts or self._breaker.closed or self._breaker.take_probe()
         with self._changed:
             self._order.append(offload)
-            if not accepted:
-                offload.kept = False
-                for part in parts:
-                    self._dropped(part, *_PAUSED, part.pages)
-                return
             for part in parts:
                 name, stored_pool = f"{self._prefix}{next(self._numbers)}", part.stored_pool
-                self._parts[name] = offload, part
                 self.locked += part.pages
+                if not (stored_pool.writes.closed or stored_pool.writes.take_probe()):
+                    self._dropped(part, *_PAUSED, part.pages)
+                    self._unlock(offload, part)
+                    continue
+                self._parts[name] = offload, part
                 now_ns, space = self._queue.now_ns(), self._prefix + stored_pool.name
                 known = WriteKnown(now_ns, name, part.pages, stored_pool.page_nbytes, space=space)
                 known.can_stop = part.pages > part.batch * _FLYING_MAX
@@ -426,7 +421,7 @@ class Backlog(Owned):
             # The thread must survive; pages that were not stored are misses.
             self._errors.add(f"offload: {type(error).__name__}", error)
             if isinstance(error, TuttiError):
-                self._breaker.failure()
+                stored_pool.writes.failure()
             self._stored(launch, offload, part, launch.count)
         else:
             ticket.on_done(lambda done: self._done(launch, offload, part, done, began_s))
@@ -449,9 +444,9 @@ class Backlog(Owned):
         if stored:
             nbytes = stored * part.stored_pool.page_nbytes
             metrics.moved(STORE, stored, nbytes, time.monotonic() - began_s)
-            self._breaker.success()
+            part.stored_pool.writes.success()
         if failed:
-            self._breaker.failure()
+            part.stored_pool.writes.failure()
             try:
                 ticket.wait(0.001)
             except TuttiError as error:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
-from tutti.base.breaker import Breaker
 from tutti.base.process import Owned
 from tutti.errors import ChecksumMismatch, DeviceTimeout, KeyMissing, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.staging_pages import StagingPages
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.integration.sglang.metrics import LOAD
+from tutti.integration.sglang.metrics import LOAD, STORE
 from tutti.integration.sglang.server_log import ErrorLog, MinuteLog
 
 _PROVE_OBJECTS = 64
@@ -23,14 +22,13 @@ _REFRESH_S = 10.0
 class Maintenance(Owned):
     """A thread that serves one pool.
 
-    breakers: of loads and stores; the one of loads closes again when one of the pool's known
-    objects can be read.  probe_s: limit of such a read.  page_tokens: see Metrics.from_store.
+    The breaker of its loads closes again when one of its known objects can be read.
+    probe_s: limit of such a read.  page_tokens: see Metrics.from_store.
     """
 
     def __init__(
         self,
         stored_pool: StoredPool,
-        breakers: Mapping[str, Breaker],
         *,
         errors: ErrorLog,
         probe_s: float,
@@ -39,8 +37,6 @@ class Maintenance(Owned):
         self._stored_pool = stored_pool
         self._store = stored_pool.store
         self._staging = StagingPages(stored_pool.store, stored_pool.page_nbytes)
-        self._breakers = breakers
-        self._reads = breakers[LOAD]
         self._metrics = stored_pool.metrics
         self._log_error = errors.add
         self._page_tokens = page_tokens
@@ -65,7 +61,7 @@ class Maintenance(Owned):
             self._hurries = False
             if not self._proven:
                 self._guard("proof", self._prove)
-            if self._stored_pool.known and self._reads.take_probe():
+            if self._stored_pool.known and self._stored_pool.reads.take_probe():
                 self._guard("probe", self._probe)
             if (events := self._stored_pool.events) is not None:
                 self._guard("events", partial(events.check, self._store))
@@ -76,7 +72,8 @@ class Maintenance(Owned):
 
     def refresh(self) -> None:
         self._metrics.from_store(self._store.stats(), self._page_tokens)
-        for direction, breaker in self._breakers.items():
+        reads, writes = self._stored_pool.reads, self._stored_pool.writes
+        for direction, breaker in ((LOAD, reads), (STORE, writes)):
             self._metrics.level("breaker_open", int(not breaker.closed), direction)
 
     def _prove(self) -> None:
@@ -92,7 +89,7 @@ class Maintenance(Owned):
         """Reads one object that should be there; success closes the breaker, else it stays open."""
         there = [key for key in list(self._stored_pool.known) if self._store.match([key])]
         if not there or any(self._read(key) for key in there):
-            self._reads.success()  # if no known object is left, requests must try
+            self._stored_pool.reads.success()  # if no known object is left, requests must try
 
     def _read(self, key: bytes) -> bool:
         pages = self._staging.allocate(1)

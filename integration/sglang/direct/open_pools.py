@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from tutti.base.breaker import Breaker
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.staging_size import staging_sizes
@@ -54,6 +57,8 @@ def open_stored_pools(
     stores = split_nbytes(options["store_staging"], pools, _KV_SHARE)
     capacities = _capacities(options, pools)
     gpu_staging = {} if gpu is None else staging_sizes(options, group, parallel_rank)
+    failures, pause_s = options["breaker_failures"], options["breaker_pause_s"]
+    breaker = partial(Breaker, failures, pause_s, time.monotonic)
     stored_pools: dict[str, StoredPool] = {}
     identity = identity_of(options, model)
     schedule = None
@@ -88,6 +93,8 @@ def open_stored_pools(
                     namespace=options["namespace"],
                     gpu=gpu,
                     gpu_staging=gpu_staging.get(pool.name),
+                    reads=breaker(),
+                    writes=breaker(),
                 )
             except BaseException:
                 store.close()

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tutti.base.arrays import Keys
-from tutti.base.breaker import Breaker
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.errors import KeyMissing
@@ -87,14 +86,13 @@ class ReadAhead(Owned):
         schedule: Schedule,
         lookups: int,
         timeout_s: float,
-        breaker: Breaker,
         measured: Callable[[int, float], None],
         log_error: Callable[[str, object], None],
     ) -> None:
         self._limit_nbytes = schedule.limits.read_ahead_nbytes
         self._lookups = lookups
         self._timeout_s = timeout_s
-        self._breaker = breaker
+        self._stored_pools = stored_pools
         self._measured = measured
         self._log_error = log_error
         self._changed = threading.Condition()
@@ -289,7 +287,7 @@ class ReadAhead(Owned):
     def _next(self) -> _Staged | None:
         """Claims the issued piece, or announces the next one; None if none was issued."""
         with self._changed:
-            if self._piece is None and not self._stop and self._breaker.closed:
+            if self._piece is None and not self._stop and self._may_read():
                 self._piece = self._find()
                 if self._piece is not None:
                     self._announce(self._piece)
@@ -314,6 +312,10 @@ class ReadAhead(Owned):
                 else:
                     note.next_pool, note.next_row = note.next_pool + 1, 0
         return None
+
+    def _may_read(self) -> bool:
+        """Whether look-ups can find anything: a prefix needs all pools."""
+        return all(stored_pool.reads.closed for stored_pool in self._stored_pools)
 
     def _missing(self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys) -> list[int]:
         """Rows of the next keys that are not staged."""
@@ -351,7 +353,7 @@ class ReadAhead(Owned):
     def _claim(self, piece: _Piece) -> _Staged | None:
         """Allocates staging for an issued piece; None if there is none."""
         stored_pool = piece.stored_pool
-        pages = stored_pool.loads.allocate(len(piece.keys)) if self._breaker.closed else None
+        pages = stored_pool.loads.allocate(len(piece.keys)) if self._may_read() else None
         if pages is None:
             self._withdraw(piece.name)
             note = self._notes[piece.rid]
@@ -367,15 +369,16 @@ class ReadAhead(Owned):
     def _ended(self, staged: _Staged, flight: Flight, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
-            metrics = staged.read.stored_pool.metrics
-            layers = staged.read.stored_pool.store.layout.layers
+            stored_pool = staged.read.stored_pool
+            metrics, layers = stored_pool.metrics, stored_pool.store.layout.layers
+            stored_pool.reads.success(closes=False)
             self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
             # Counted here: any number of batches may use it.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             metrics.count("ahead_pages", len(staged.read.keys))
             nbytes, seconds = self._trials.observe(flight, duration_s)
-            if nbytes and not staged.read.stored_pool.kv_pool.trailing:
+            if nbytes and not stored_pool.kv_pool.trailing:
                 self._measured(nbytes, seconds)
             return
         self._failed(staged, error)
@@ -386,7 +389,7 @@ class ReadAhead(Owned):
             what = "timeout" if error is None else type(error).__name__
             self._log_error(f"read-ahead: {what}", error or "the medium does not answer")
             staged.read.stored_pool.remember(staged.read.keys)
-            self._breaker.failure()
+            staged.read.stored_pool.reads.failure()
         with self._changed:
             self._unlist(staged)
             staged.rids.clear()

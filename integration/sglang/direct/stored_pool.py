@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tutti.base.arrays import Keys, Mask
+from tutti.base.breaker import Breaker
 from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, Pages, Spans, Views, spans_of
@@ -32,6 +33,7 @@ class StoredPool:
     gpu: the GPU with the pages; None for host memory.  gpu_staging: of the engine that moves them.
     events: KV events of stored pages; None if they are not published.
     known: some objects that were stored, or whose load failed last.
+    reads, writes: breakers of its medium; probes alone close that of reads.
     """
 
     def __init__(
@@ -45,12 +47,15 @@ class StoredPool:
         namespace: str = "",
         gpu: Gpu | None = None,
         gpu_staging: StagingSize | None = None,
+        reads: Breaker,
+        writes: Breaker,
     ) -> None:
         self.kv_pool = kv_pool
         self.store = store
         self.metrics = metrics
         self.namespace = namespace
         self.gpu = gpu
+        self.reads, self.writes = reads, writes
         self.events: DiskEvents | None = None
         self.known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._read_pages_max: int | None = None
