@@ -90,8 +90,8 @@ def test_hits_that_load_slower_than_they_compute_are_refused_and_tried_again() -
     assert admission.bounds() == (1, PAGES_MAX), "nothing was measured yet"
     admission.loaded(1000, 0.002)
     assert admission.bounds() == (1, PAGES_MAX), "nothing was found, so nothing is refused"
-    taken = [admission.bounds(pages=1)[1] > 0 for _ in range(128)]
-    assert taken.count(True) == 2, "every 64th is taken, to measure again"
+    taken = [admission.bounds(pages=1, rid=f"r{number}")[1] > 0 for number in range(640)]
+    assert taken.count(True) == 13, "one request in 64 loads it, to measure again"
     for _ in range(20):
         admission.loaded(1000, 0.0001)
     assert admission.bounds() == (1, PAGES_MAX)

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import xxhash
+
 from tutti.integration.sglang.direct.kv_pools import KvPoolGroup
 from tutti.integration.sglang.direct.model_steps import STEPS, StepsWatch
 from tutti.integration.sglang.direct.stored_pool import StoredPool
@@ -16,6 +18,8 @@ from tutti.scheduler.loads_and_writes import Profile
 PAGES_MAX = 1 << 40
 #: Number of measured prefills before they are used; the first ones include compilation.
 _PREFILLS_MIN = 5
+#: One request in so many loads whatever it finds, to notice that the medium has become faster.
+_TRIALS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +30,7 @@ class Admission:
     page_nbytes: bytes to read per page.  recompute_s: time to compute one page's KV; 0 (unknown):
     ``pays`` decides, or every hit is taken.  pages_min: shorter hits are never taken.
     load_s_max: longest time for the load of a batch; 0: unlimited.  pays: see `break_even`.
-    The bandwidth is that of past loads (exponential mean, weight one quarter).  Every 64th refused
-    hit is taken anyway, to notice that the medium has become faster.
+    The bandwidth is that of past loads (exponential mean, weight one quarter).
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Admission:
         self._load_s_max = load_s_max
         self._pays = pays
         self._seconds_per_byte = 0.0
-        self._refused = 0
+        self._is_logged = False
 
     @property
     def timed(self) -> bool:
@@ -63,23 +66,25 @@ class Admission:
             old = self._seconds_per_byte or measured
             self._seconds_per_byte = old + (measured - old) / 4
 
-    def bounds(self, staged: int = 0, *, pages: int = 0, asked: int = 0) -> tuple[int, int]:
+    def bounds(
+        self, staged: int = 0, *, pages: int = 0, asked: int = 0, rid: str = ""
+    ) -> tuple[int, int]:
         """(shortest, longest) prefix to load, in pages; (1, 0) for none.
 
         staged: leading pages that were read ahead, and take no time.  pages, asked: pages of the
-        longest prefix that can be restored, and of the look-up: the same on all ranks, so that they
-        retry a refused hit together.
+        longest prefix that can be restored, and of the look-up.  rid: the request.  Its hash tells
+        whether it is a trial: ranks refuse different hits, but must try the same ones.
         """
-        if pages and self._loses(pages, asked):
-            self._refused += 1
-            if self._refused == 1:
+        is_trial = xxhash.xxh3_64_intdigest(rid.encode(errors="replace")) % _TRIALS == 0
+        if pages and not is_trial and self._loses(pages, asked):
+            if not self._is_logged:
+                self._is_logged = True
                 _log.info(
                     "computing a hit of %d pages: as measured, loading it would take longer;"
                     " further ones are counted in tutti:refused_pages_total",
                     pages,
                 )
-            if self._refused % 64:
-                return 1, 0
+            return 1, 0
         return self._pages_min, staged + self.fitting()
 
     def _loses(self, pages: int, asked: int) -> bool:

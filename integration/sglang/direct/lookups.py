@@ -86,7 +86,7 @@ class Lookups:
         staged = 0
         if self._admission.timed and best:
             staged = min([self._ahead.staged_pages(p, wanted[:best]) for p in self._by_page])
-        least, most = self._admission.bounds(staged, pages=best, asked=len(keys))
+        least, most = self._admission.bounds(staged, pages=best, asked=len(keys), rid=rid)
         good[:least] = False
         good[most + 1 :] = False
         lengths = np.flatnonzero(good).tolist()
