@@ -196,7 +196,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         stored_pools = self.stored_pools.values()
         if not all(p.reads.closed for p in stored_pools) or not self._complete(transfers):
             return []
-        found = self._lookups.find(rid, keys, transfers, self._pages_left(rid))
+        found = self._lookups.find(rid, keys, transfers, self._pages_left(rid, transfers))
         self.ahead.note(rid, found.wanted)
         if self._events is not None and found.lengths:
             self._events.found(adapter.kv_names(transfers), keys[: max(found.lengths)])
@@ -211,7 +211,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if self._closed or rid in self._queued:
             return False
         loads = self._parts_of(transfers, "load")
-        most = self._pages_left(rid)
+        most = self._pages_left(rid, transfers)
         if loads is None or (most is not None and max(len(p[1]) for p in loads) > most):
             self.cancel_queued_load(rid)
             return False
@@ -404,23 +404,27 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             parts.append((stored_pool, keys, slots))
         return parts or None
 
-    def _pages_left(self, rid: str) -> int | None:
-        """Number of pages that the next batch can load for a request; None: any number.
+    def _pages_left(self, rid: str, transfers: Sequence[adapter.PoolTransfer]) -> int | None:
+        """Longest prefix, in pages, that the next batch can load for a request; None: any.
 
-        Depends only on the queued loads and the options, so that all ranks agree.
+        Depends only on the transfers, the queued loads and the options, so that all ranks agree.
         """
-        limits = [stored_pool.batch_pages_max for stored_pool in self.stored_pools.values()]
-        most = min((limit for limit in limits if limit is not None), default=None)
+        queued = [loads for other, loads in self._queued.items() if other != rid]
+        asked = {str(transfer.name): len(transfer.keys or ()) for transfer in transfers}
+        lefts = []
+        for stored_pool in self.stored_pools.values():
+            limit, kv_pool = stored_pool.batch_pages_max, stored_pool.kv_pool
+            if limit is None:
+                continue
+            taken = [load for loads in queued for load in loads if load.stored_pool is stored_pool]
+            left = limit - sum(len(load.keys) for load in taken)
+            # Of windows and states, a longer prefix needs no more.
+            if not (kv_pool.trailing and asked.get(kv_pool.source, 0) <= left):
+                lefts.append(left)
         if self._batch_pages_max:
-            most = self._batch_pages_max if most is None else min(most, self._batch_pages_max)
-        if most is None:
-            return None
-        queued = [
-            max(len(load.keys) for load in loads)
-            for other, loads in self._queued.items()
-            if other != rid
-        ]
-        return max(0, most - sum(queued))
+            pages = [max(len(load.keys) for load in loads) for loads in queued]
+            lefts.append(self._batch_pages_max - sum(pages))
+        return max(0, min(lefts)) if lefts else None
 
     def _keys(self, transfer: adapter.PoolTransfer | None) -> Keys | None:
         """ObjectKeys of a transfer; None without keys, or while the current weights are unknown."""

@@ -31,17 +31,19 @@ FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 KV = PoolName.KV
 
 
-def windows() -> tuple[Any, Any]:
-    """Full attention in layers 0 and 3, a sliding window in 1, 2 and 4."""
+def windows(
+    heads: int = 4, full: Sequence[int] = (0, 3), swa: Sequence[int] = (1, 2, 4)
+) -> tuple[Any, Any]:
+    """Layers of full attention, and of a sliding window."""
     pool = SWAKVPool(
         size=PAGES * PAGE,
         size_swa=16 * PAGE,
         page_size=PAGE,
         dtype=torch.bfloat16,
-        head_num=4,
+        head_num=heads,
         head_dim=32,
-        swa_attention_layer_ids=[1, 2, 4],
-        full_attention_layer_ids=[0, 3],
+        swa_attention_layer_ids=list(swa),
+        full_attention_layer_ids=list(full),
         device=engine.DEVICE,
     )
     return pool, None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from linker_engine import damage, in_use, kept_ahead, names, wait_for
-from linker_states import KINDS, StatesRig, linear
+from linker_states import KINDS, StatesRig, linear, windows
 
 WINDOWS = {"swa": 2, "mamba": 1}
 
@@ -157,6 +157,28 @@ def test_small_pages_are_packed_and_a_batch_holds_what_staging_does(tmp_path: Pa
         index = rig.linker.start_layer_wise_loading()
         assert rig.linker.finish_layer_wise_loading(index)
         assert rig.content("indexer", range(most)) == want
+
+
+def test_windows_in_staging_do_not_shorten_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load needs two pages of windows, however long its prefix is."""
+    packed = functools.partial(windows, heads=1, full=range(8), swa=range(8, 16))
+    monkeypatch.setitem(KINDS, "windows", (packed, *KINDS["windows"][1:]))
+    with StatesRig(tmp_path, "windows", load_staging="128KiB", read_ahead_share=0.0) as rig:
+        staging = {name: pool.loads.pages for name, pool in rig.linker.stored_pools.items()}
+        assert staging == {"kv": 6, "swa": 2}
+        rig.fill(10)
+        at, to = places(rig, range(6), 2), places(rig, range(8, 14), 6)
+        want = {name: rig.content(name, at[name]) for name in staging}
+        assert rig.store(rig.transfers(names(6), at, WINDOWS))
+        look = rig.transfers(names(6), None, WINDOWS)
+        assert rig.linker.lookup("r", look) == [6]
+        assert rig.restore(rig.transfers(names(6), to, WINDOWS))
+        assert {name: rig.content(name, to[name]) for name in staging} == want
+        assert rig.linker.load("a", rig.transfers(names(6), to, WINDOWS))
+        assert rig.linker.lookup("b", look) == [], "the batch is full"
+        assert not rig.linker.load("b", rig.transfers(names(6), at, WINDOWS))
 
 
 def test_each_pool_has_a_file_and_survives_a_restart(tmp_path: Path) -> None:
