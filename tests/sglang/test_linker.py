@@ -37,7 +37,11 @@ def test_pages_come_back_byte_for_byte(tmp_path: Path, kind: str, staging: str) 
         assert rig.content(target) == want
 
 
-def test_every_layer_is_there_when_its_wait_returns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["generation", "embedding"])
+def test_every_layer_is_there_when_its_wait_returns(tmp_path: Path, kind: str) -> None:
+    """Before a forward that generates, SGLang selects its batch; before one that embeds, it does
+    not.
+    """
     with Rig(tmp_path) as rig:
         rig.fill(2)
         want = [rig.content(range(8), [layer]) for layer in range(engine.LAYERS)]
@@ -45,8 +49,10 @@ def test_every_layer_is_there_when_its_wait_returns(tmp_path: Path) -> None:
         rig.wipe()
         assert rig.load(names(8), range(8, 16))
         index = rig.linker.start_layer_wise_loading()
-        rig.pool.get_key_buffer(0)  # no consumer: must not wait
-        rig.linker.layer_done_counter.set_consumer(index)
+        if kind == "generation":
+            rig.linker.layer_done_counter.set_consumer(-1)
+            rig.pool.get_key_buffer(0)  # no consumer: must not wait
+            rig.linker.layer_done_counter.set_consumer(index)
         for layer in range(engine.LAYERS):
             rig.pool.get_key_buffer(layer)
             rig.pool.get_value_buffer(layer)

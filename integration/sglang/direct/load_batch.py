@@ -341,9 +341,13 @@ class LayerCounter:
         return self._producer_index + 1
 
     def add(self, batch: LoadBatch) -> int:
-        """Adds a batch; returns the index by which its forward refers to it."""
+        """Adds and selects a batch; returns the index by which its forward refers to it.
+
+        Its forward is the next one.  SGLang 0.5.23 does not select it for an embedding model.
+        """
         self._producer_index += 1
         self._batches[self._producer_index] = batch
+        self.consumer_index = self._producer_index
         return self._producer_index
 
     def set_consumer(self, index: int) -> None:
