@@ -70,6 +70,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """Opens the pools.  Raises TuttiError with the remedy."""
         check_version()
         load_page_hashes()
+        if getattr(server_args, "enable_pdmux", False):
+            # The next decode step asks for the loads of the prefill, and gets its failures.
+            raise Unsupported(
+                "SGLang 0.5.23 does not abort a prefill whose load failed under --enable-pdmux; "
+                "start without it, or use Tutti behind HiCache"
+            )
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)

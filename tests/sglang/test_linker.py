@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import linker_engine as engine
@@ -432,3 +433,16 @@ def test_pipeline_stages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="--pp-size 1"):
         _make(engine.kv_pool("mha"), tmp_path, {ComponentType.FULL}, pp_size=2)
     assert not list(tmp_path.iterdir()), "no pool was made"
+
+
+def test_pd_multiplexing_is_refused(tmp_path: Path) -> None:
+    """SGLang would not notice that the load of a prefill failed."""
+    params = engine.init_params(engine.kv_pool("mha"))
+    config = {"path": str(tmp_path), "capacity": "8MiB", "allow_unwatched_weights": True}
+    with pytest.raises(Unsupported, match="start without it"):
+        TuttiLinker(
+            SimpleNamespace(enable_pdmux=True),
+            params,
+            components={ComponentType.FULL},
+            extra_config=config,
+        )

@@ -235,7 +235,7 @@ def _check_pool(pool: Any, page_size: int | None) -> None:
     if page_size is not None and pool.page_size != page_size:
         raise Unsupported(
             f"the KV pool has pages of {pool.page_size} tokens, the tree of {page_size}; "
-            "give SGLang one --page-size"
+            "give SGLang one --page-size, and --dcp-size 1"
         )
 
 
