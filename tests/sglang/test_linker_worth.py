@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 from linker_engine import FlatProfile, Rig, names
@@ -56,7 +57,7 @@ def test_hits_that_compute_sooner_are_left_to_computing(
 
 def test_ranks_try_the_same_requests(tmp_path: Path) -> None:
     """SGLang loads only what all ranks offer, and each has refused another number of hits."""
-    options = {"recompute_us_per_token": 1e-6, "read_ahead_share": 0.0}
+    options: dict[str, Any] = {"recompute_us_per_token": 1e-6, "read_ahead_share": 0.0}
     with Rig(tmp_path / "0", **options) as one, Rig(tmp_path / "1", **options) as other:
         for rig in (one, other):
             rig.fill(3)
