@@ -199,18 +199,41 @@ def test_a_read_that_failed_costs_the_worker(tmp_path: Path, faults: Faults, see
         second.load(keys)
 
 
-def test_an_answer_to_another_call_is_refused(faults: Faults, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("reply", "what"),
+    [
+        (REPLY.pack(OK, 7) + bytes(2), "sent an answer to call 7, not 1"),
+        (b"x", "sent an invalid reply"),
+        (REPLY.pack(OK, 1) + bytes(3), "sent an invalid reply"),
+    ],
+)
+def test_a_reply_that_is_none_to_the_call_is_refused(
+    faults: Faults, seed: int, reply: bytes, what: str
+) -> None:
     keys = some_keys(np.random.default_rng(seed), 2)
     staging = Staging(LAYOUT, 2, dict)
     remote = RemoteProcess(faults.config(), staging)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, subprocess.Popen(["sleep", "60"]) as process:
         remote._process, remote._socket = process, ours
-        theirs.send(REPLY.pack(OK, 7) + bytes(2))
-        with pytest.raises(RemoteFailed, match="another call"):
+        theirs.send(reply)
+        with pytest.raises(RemoteFailed, match=what):
             remote.call(EXISTS, keys, None, 5.0)
         assert remote._process is None
     staging.close_fd()
+    staging.close_fd()
+
+
+def test_the_end_of_the_process_names_its_cause(faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 2)
+    staging = Staging(LAYOUT, 2, dict)
+    remote = RemoteProcess(faults.config(), staging)
+    faults.set("die")
+    with pytest.raises(RemoteFailed, match=r"ended \(signal 6\)"):
+        remote.call(EXISTS, keys, None, 60.0)
+    faults.set("unreachable")
+    with pytest.raises(RemoteFailed, match="the master is away"):
+        remote.call(EXISTS, keys, None, 60.0)
     staging.close_fd()
 
 

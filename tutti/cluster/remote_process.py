@@ -224,16 +224,26 @@ class RemoteProcess:
             reply = self._socket.recv(ANSWER_NBYTES_MAX)
         except OSError as error:
             raise self._lost(error, timeout_s) from error
+        if not reply:
+            raise self._lost(BrokenPipeError("its socket was closed"), timeout_s)
         status, answered = REPLY.unpack_from(reply) if len(reply) >= REPLY.size else (ERROR, -1)
         rest = reply[REPLY.size :]
-        if answered != number or status != OK:
-            self.kill()
-            other = "the remote store's process crashed, or answered another call"
-            raise RemoteFailed(rest.decode(errors="replace") if answered == number else other)
-        return rest
+        if answered == number and status == OK:
+            return rest
+        self.kill()
+        if answered == number:
+            raise RemoteFailed(rest.decode(errors="replace"))
+        why = "an invalid reply" if answered < 0 else f"an answer to call {answered}, not {number}"
+        raise RemoteFailed(f"the remote store's process sent {why}; it is restarted")
 
     def _lost(self, error: OSError, timeout_s: float) -> RemoteFailed:
+        process, why = self._process, str(error)
         self.kill()
         if isinstance(error, TimeoutError):
             return RemoteFailed(f"the remote store did not answer within {timeout_s:g} s")
-        return RemoteFailed(f"the remote store's process was lost: {error}")
+        if isinstance(error, BrokenPipeError | ConnectionResetError) and process is not None:
+            code = process.returncode
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return RemoteFailed(
+            f"the remote store's process ended ({why}); its errors are on stderr, it is restarted"
+        )
