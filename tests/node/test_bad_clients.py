@@ -369,7 +369,7 @@ def test_a_group_that_the_owner_is_not_in(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "chown", refuse)
-    with pytest.raises(ConfigError, match="name a group that this user is in"):
+    with pytest.raises(ConfigError, match="pass a group that this user is in"):
         listen(str(tmp_path / "s"), 65533)
     assert not (tmp_path / "s").exists()
 

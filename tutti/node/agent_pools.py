@@ -210,7 +210,8 @@ class AgentPools:
             self._closed = True
             if not self._changed.wait_for(lambda: not self._opening, self._config.timeout_s):
                 names = ", ".join(self._opening)
-                errors.append(DeviceTimeout(f"still being opened, and left unclean: {names}"))
+                left = f"still being opened: {names}; the next opening recovers what they have"
+                errors.append(DeviceTimeout(left))
             services, self.services = list(self.services.values()), {}
         for service in services:
             try:

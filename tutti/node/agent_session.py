@@ -129,7 +129,9 @@ class AgentSession:
         self._settle_reports(timeout_s)
         answer = self.request(Call(name, arguments), timeout_s)
         if not isinstance(answer, Answer):
-            error = AgentRefused("the agent's answer is not one to this request")
+            error = AgentRefused(
+                "the agent's answer is of another request; use one version on both sides"
+            )
             self.fail(error)
             raise error
         return answer.value

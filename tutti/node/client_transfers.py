@@ -128,7 +128,8 @@ class ClientWriter:
         def over(written: Written | None) -> None:
             n = rows.size
             if written and (len(written.outcome) != n or len(written.status) not in (0, 4 * n)):
-                session.fail(AgentRefused("the agent told the outcome of other pages"))
+                what = "the agent's answer is of other pages; use one version on both sides"
+                session.fail(AgentRefused(what))
                 written = None
             if written is None:  # the plan is void: jobs that wait for a grant must not write
                 self._drop(None, part, rows)

@@ -89,8 +89,8 @@ def listen(path: str, group: int | None) -> socket.socket:
             listener.close()
             os.unlink(path)
             raise ConfigError(
-                f"cannot give {path} to group {group}: {error.strerror}; name a group that this"
-                " user is in"
+                f"cannot change the group of {path} to {group}: {error.strerror}; pass a group that"
+                " this user is in"
             ) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
@@ -114,8 +114,8 @@ def _remove_stale(path: str) -> None:
                 os.unlink(path)
             return
         except OSError as error:
-            raise ConfigError(f"cannot use {path}: {error}; name another path") from error
-    raise PoolInUse(f"an agent listens on {path} already; stop it, or name another socket")
+            raise ConfigError(f"cannot use {path}: {error}; pass another path") from error
+    raise PoolInUse(f"an agent listens on {path} already; stop it, or pass another socket")
 
 
 def _groups_of(pid: int) -> tuple[int, ...]:

@@ -300,7 +300,8 @@ def failure_of(error: BaseException) -> Failure:
     """An error as an answer; one that is not a TuttiError is reported as a defect."""
     if isinstance(error, TuttiError):
         return Failure(type(error).__name__, str(error))
-    return Failure("AgentRefused", f"the agent failed ({type(error).__name__}: {error})")
+    what = f"{type(error).__name__}: {error}"
+    return Failure("AgentRefused", f"the agent failed ({what}); its log has the traceback")
 
 
 def error_of(failure: Failure) -> TuttiError:

@@ -243,12 +243,12 @@ class ServedConnection:
             if self._buffer:
                 began_s = began_s or time.monotonic()
                 if time.monotonic() - began_s > hello_s:
-                    raise AgentRefused("the rest of a message did not come; the session is closed")
+                    raise AgentRefused("half a message came; the connection is closed, try again")
             try:
                 part = self._peer.recv(_RECEIVE_NBYTES)
             except BlockingIOError:  # SO_RCVTIMEO
                 if self.session is None and not self._buffer:
-                    reason = "no request came on the connection; it is closed"
+                    reason = "no request came on the connection; it is closed, connect again"
                     raise AgentRefused(reason) from None
                 continue
             if not part:

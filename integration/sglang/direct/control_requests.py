@@ -61,7 +61,7 @@ def _detach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) 
     if storages.held(scheduler):
         from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
 
-        message = "detach: the device still holds host pages of a load; try again when it answered"
+        message = "detach: the device still holds host pages of a load; try again later"
         return DetachHiCacheStorageReqOutput(success=False, message=message)
     return original(scheduler, request)
 
@@ -77,7 +77,7 @@ def _attach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) 
     if attaches and stages > 1 and request.hicache_storage_backend == "dynamic":
         from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
-        message = "attach: with pipeline stages a storage is attached at the start; restart"
+        message = "attach: impossible with pipeline stages; start the server with the storage"
         return AttachHiCacheStorageReqOutput(success=False, message=message)
     return original(scheduler, request)
 
