@@ -89,6 +89,7 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     assert got["drive_latency_seconds/0/read"] == pytest.approx(250e-6)
     metrics.from_store({**stats, "free_objects": 0})
     assert metrics.snapshot()["fullness"] == 1
+    assert metrics.snapshot()["agent_away"] == 0, "an embedded store has none"
     assert metrics.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
     assert metrics.take_samples(LOAD) == ([], [])
     assert {name.split("/")[0] for name in got} <= set(METRICS)

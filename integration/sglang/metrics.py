@@ -54,6 +54,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "unproven_objects": ("gauge", "objects that an unclean close left to be verified"),
     "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
     "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
+    "agent_away": ("gauge", "1 while the agent of the pool does not answer and look-ups miss"),
     UNFLUSHED: (
         "gauge",
         "1 while nothing is found or stored: weights changed, and SGLang did not flush its cache",
@@ -169,6 +170,7 @@ class Metrics:
         self.level("unproven_objects", int(stats["slots"]["unproven"]))
         self.level("attached", 1)
         self.level("recovering", int(not stats["recovered"]))
+        self.level("agent_away", int(not stats.get("connected", 1)))
         totals: dict[tuple[str, ...], float] = {
             ("device_read_bytes",): float(stats["bytes_read"]),
             ("device_written_bytes",): float(stats["bytes_written"]),

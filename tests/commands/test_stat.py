@@ -170,6 +170,26 @@ def test_counters_that_take_longer_than_a_look_up(
     assert "slots of its pool are free" in found["agent"][1]
 
 
+def test_an_agent_that_stops_answering_is_away(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters of its last answer are not shown as today's."""
+    agent.connect().close()  # which makes the pool
+    read, calls = OPERATIONS["stats"], iter(range(100))
+
+    def late(*arguments: Any) -> Any:
+        if next(calls) > 0:  # the first is asked for when the command connects
+            time.sleep(1.0)
+        return read(*arguments)
+
+    monkeypatch.setitem(OPERATIONS, "stats", late)  # type: ignore[arg-type]
+    monkeypatch.setattr("tutti.commands.stat._ANSWER_S", 0.2)
+    assert main(["stat", f"unix:{agent.path}", "--json"]) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)["error"]["type"] == "AgentLost"
+    assert "is away" in said.err
+
+
 def test_what_is_not_an_agent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stat", "/tmp/pool.tutti"]) == 2
     assert "unix:SOCKET" in capsys.readouterr().err

@@ -52,6 +52,7 @@ def test_an_agent_that_is_away_does_not_count_as_an_error(opened: Any, tmp_path:
         away = counters()
     assert away.get("errors", 0) == 0
     assert away["usable_objects"] == there["usable_objects"] > 0
+    assert away["agent_away"] == 1
 
 
 @OPENED

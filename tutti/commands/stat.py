@@ -15,12 +15,13 @@ from tutti.base.terminal import facts
 from tutti.base.units import format_duration, format_nbytes
 from tutti.commands.catalogue import add_pool_name, of_each_pool
 from tutti.commands.outcome import CommandResult
-from tutti.errors import ConfigError
+from tutti.errors import AgentLost, ConfigError
 from tutti.node.connect import AGENT, connect
 
 _DESCRIPTION = """\
 Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, prints
-one line per interval for one pool, until Ctrl-C; with --json on stderr. "away": no answer came."""
+one line per interval for one pool, until Ctrl-C; with --json on stderr. "away" in a line: the agent
+does not answer. Without --watch that is an error."""
 _EXAMPLE = """\
 example:
   tutti stat unix:/run/user/1000/tutti.sock --watch 5
@@ -66,12 +67,13 @@ def stat(args: argparse.Namespace) -> CommandResult:
 def _totals(path: str, name: str) -> CommandResult:
     with connect(path, pool=name, profile=None, lookup_timeout_s=_ANSWER_S) as store:
         stats = store.stats()
+    if not stats["connected"]:  # the numbers are old
+        raise AgentLost(f"the agent at {path} is away: it did not answer in time; see its log")
     lines = list(zip(_HEADINGS, _row(_nothing(stats), stats, 0.0), strict=True))
-    if stats["connected"]:
-        written = format_nbytes(stats["written_today_nbytes"])
-        lines.append(("written today", f"{written} since midnight UTC, or since the opening"))
-        if amplification := stats["bytes_written_per_byte_stored"]:
-            lines.append(("amplification", f"{amplification:.3f} bytes written per byte"))
+    written = format_nbytes(stats["written_today_nbytes"])
+    lines.append(("written today", f"{written} since midnight UTC, or since the opening"))
+    if amplification := stats["bytes_written_per_byte_stored"]:
+        lines.append(("amplification", f"{amplification:.3f} bytes written per byte"))
     for namespace, of in stats.get("namespaces", {}).items():
         limit = of["quota_nbytes"]
         size = format_nbytes(of["used_nbytes"]) + (f" of {format_nbytes(limit)}" if limit else "")
