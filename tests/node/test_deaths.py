@@ -350,6 +350,23 @@ def test_whatever_fails_while_connecting_is_tried_again(
         wait_until(lambda: store.stats()["sessions"] == 1)
 
 
+def test_why_an_agent_that_answers_is_no_longer_used_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its clients miss for good, and their logs end with an agent that did not answer."""
+    folder = tmp_path / "agent"
+    with running(folder) as agent:
+        store = agent.connect()
+    with store:
+        (pool,) = folder.glob("*.tutti")
+        pool.unlink()
+        tutti.open(str(pool), LAYOUT, "16MiB", profile=None).close()
+        with running(folder) as agent:
+            wait_until(lambda: agent.agent.counters.sessions >= 3)
+        assert not store.connected
+    assert caplog.text.count("the agent has another pool now; restart this process") == 1
+
+
 def test_memory_stays_while_a_lost_session_moves_it(tmp_path: Path, seed: int) -> None:
     keys = some_keys(np.random.default_rng(seed), 4)
     config = StoreConfig(timeout_s=3.0)

@@ -147,7 +147,8 @@ class KeptSession:
         try:
             session.close(self._timeout_s)
         except Exception as error:
-            _log.warning("transfers of a lost session are still under way: %s", error)
+            with contextlib.suppress(Exception):  # a logging handler of the user's
+                _log.warning("transfers of a lost session are still under way: %s", error)
             return
         with self._lock:
             self._retired = [each for each in self._retired if each is not session]
@@ -160,14 +161,17 @@ class KeptSession:
 
     def _reconnect(self) -> None:
         pause_s = _RETRY_FIRST_S
+        told: set[type[Exception]] = {AgentLost, PoolClosed}  # the first was logged at the loss
         while not self._closed:
             self._retire_late()
             try:
                 self._adopt(self._open())
                 return
             except Exception as error:  # of any kind: the next attempt may succeed
-                level = logging.DEBUG if isinstance(error, TuttiError) else logging.WARNING
-                _log.log(level, "not connected: %s", error)
+                if type(error) not in told:  # it may last, as another pool or version does
+                    told.add(type(error))
+                    with contextlib.suppress(Exception):  # a logging handler of the user's
+                        _log.warning("not connected to the agent at %s: %s", self._path, error)
                 with self._lock:
                     # Jitter, so that many clients do not reconnect at once.
                     self._changed.wait_for(lambda: self._closed, pause_s * random.uniform(0.5, 1))
