@@ -20,6 +20,7 @@ from tutti.cli import main
 from tutti.commands import catalogue
 from tutti.errors import PoolCorrupt, PoolMismatch
 from tutti.medium.layout import KVLayout
+from tutti.transfers.store_config import StoreConfig
 
 OTHER = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="another-model"
@@ -206,6 +207,19 @@ def crowd(agent: RunningAgent, rng: np.random.Generator) -> None:
         memory = other.allocate_memory(n)
         other.put(some_keys(rng, n), np.arange(n), memory=memory).wait(60)
         assert other.stats()["evicted"] > 0 or other.stats()["dropped"] > 0
+
+
+def test_an_export_that_leaves_objects_out_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """What no pin protects could be evicted before it is read."""
+    argv = ["--namespace", "", "--out", str(tmp_path / "a.tkv"), "--json"]
+    with running(tmp_path / "node", config=StoreConfig(pin_share=0.0)) as agent:
+        with agent.connect() as store:
+            stored(store, np.random.default_rng(seed))
+        assert main(["export", f"unix:{agent.path}", *argv]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["exported"], result["left_out"]) == (0, 6)
 
 
 def test_the_command_line_keeps_files(

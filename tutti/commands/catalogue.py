@@ -201,10 +201,12 @@ def export(args: argparse.Namespace) -> CommandResult:
                 error.filename = args.out
             raise
         nbytes = count * store.layout.object_nbytes
-    return CommandResult(
-        {"exported": count, "payload_nbytes": nbytes},
-        f"{count} objects exported, {format_nbytes(nbytes)}",
-    )
+        left = len(np.unique(keys, axis=0)) - count
+    text = f"{count} objects exported, {format_nbytes(nbytes)}"
+    if left:
+        text += f", {left} left out: they were evicted meanwhile, or pins have reached pin_share"
+    result = {"exported": count, "left_out": left, "payload_nbytes": nbytes}
+    return CommandResult(result, text, EXIT_FAILED if left else EXIT_OK)
 
 
 def import_(args: argparse.Namespace) -> CommandResult:
