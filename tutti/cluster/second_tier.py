@@ -30,7 +30,7 @@ from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
 from tutti.cluster.remote_store import RemoteConfig, ValueStatus
 from tutti.cluster.worker import EXISTS, GET, KEYS_MAX, PUT, REMOVE
-from tutti.errors import PoolClosed, RemoteFailed, TuttiError
+from tutti.errors import DeviceTimeout, PoolClosed, RemoteFailed, TuttiError
 from tutti.medium.keys import as_keys
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
@@ -228,7 +228,7 @@ class Tier:
             while not self._stopping:
                 try:
                     self._step()
-                except StagingInUse as error:
+                except DeviceTimeout as error:  # StagingInUse, or a deletion that did not end
                     self._pause(error)
         except PoolClosed as error:
             if not self._stopping:
@@ -236,7 +236,7 @@ class Tier:
         finally:
             self._is_off = True
 
-    def _pause(self, error: StagingInUse) -> None:
+    def _pause(self, error: DeviceTimeout) -> None:
         """Turns the tier off for ``client_ttl_s``, after a fault of this machine."""
         with self._changed:
             if not self._is_off and not self._stopping:
