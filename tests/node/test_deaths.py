@@ -27,6 +27,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.node import client
 from tutti.node.agent_session import AgentSession
 from tutti.node.client import NodeStore
+from tutti.node.kept_session import KeptSession
 from tutti.node.messages import Moved, MoveJob, PlanLoad, PlanPut
 from tutti.transfers.loader import Loader
 from tutti.transfers.store_config import StoreConfig
@@ -308,6 +309,24 @@ def test_an_agent_that_hangs_is_a_miss_after_the_deadline(
             assert [memory.read(page) for page in range(8, 16)] == contents
     finally:
         end([agent])
+
+
+def test_an_agent_that_is_lost_while_a_client_opens_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(kept: KeptSession) -> AgentSession:
+        raise AgentLost("made up: it died")
+
+    def keepers() -> int:
+        return [thread.name for thread in threading.enumerate()].count("tutti-reconnect")
+
+    before = keepers()
+    with running(tmp_path / "agent") as agent:
+        with monkeypatch.context() as patch, pytest.raises(AgentLost, match="made up"):
+            patch.setattr(KeptSession, "need", lost)
+            agent.connect()
+        assert keepers() == before
+        wait_until(lambda: not agent.agent.sessions)
 
 
 def test_memory_registered_twice_while_the_agent_is_away(tmp_path: Path) -> None:

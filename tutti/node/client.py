@@ -74,12 +74,10 @@ class NodeStore(Owned, Store):
         self.catalogue = RemoteCatalogue(self.call)
         hello = Hello(VERSION, "" if layout is None else layout.to_json(), nbytes, pool)
         self._kept = KeptSession(path, hello, open_timeout_s, executor, self._memories)
-        session = self._kept.need()
-        self.layout = session.layout
-        self.geometry = session.geometry
-        self._pool_stats = session.pool_stats
-        welcome = session.welcome
         try:
+            session = self._kept.need()
+            self.layout, self.geometry = session.layout, session.geometry
+            self._pool_stats, welcome = session.pool_stats, session.welcome
             schedule = profile if isinstance(profile, Schedule) else None
             if not isinstance(profile, Schedule) and not is_off(profile):
                 speeds = speeds_of(path, open_timeout_s)
@@ -94,7 +92,7 @@ class NodeStore(Owned, Store):
             self._writer, loader = ClientWriter(self._kept, state), ClientLoader(self._kept, state)
             self._queue = TransferQueue(state, self._writer, loader, schedule)
         except BaseException:
-            self._kept.close(welcome.timeout_s)
+            self._kept.close(open_timeout_s)
             raise
         self._parts: list[Closable] = [self._queue]
 
