@@ -194,10 +194,21 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
         assert main(["rm", socket, "--namespace", ""]) != 0
         refused = capsys.readouterr().err
         assert all(name in refused for name in names), "it names what to choose from"
-        one = other.fingerprint.hex()[:8]
+        one_name = other.fingerprint.hex()
+        one = one_name[:8]
         assert run(capsys, "ls", socket, "--pool", one)["objects"] == 1
         assert run(capsys, "rm", socket, "--pool", one, "--namespace", "") == {"removed": 1}
         assert run(capsys, "stat", socket, "--pool", one)["evicted"] == 0
         assert main(["ls", socket, "--pool", "nonsense"]) != 0
+        for bad in ("bad", "bad-too"):  # the whole name of one is the beginning of the other's
+            (tmp_path / f"{bad}.tutti").write_bytes(bytes(range(256)) * 64)
+        assert main(["ls", socket, "--json"]) == 3
+        listed = json.loads(capsys.readouterr().out)["pools"]
+        for bad in ("bad", "bad-too"):
+            assert f"{bad}.tutti" in listed.pop(bad)["error"]["message"]
+        assert {name: found["objects"] for name, found in listed.items()} == {**names, one_name: 0}
+        assert main(["stat", socket]) == 3
+        shown = capsys.readouterr().out
+        assert "error: " in shown and all(f"pool  {name}" in shown for name in names)
     assert main(["ls", str(tmp_path / "pool.tutti"), "--pool", one]) == 2
     assert "pool.tutti is not one; remove it" in capsys.readouterr().err

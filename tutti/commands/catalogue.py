@@ -17,8 +17,8 @@ from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
 from tutti.commands.members import existing_members
-from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult, NotThere
-from tutti.errors import ConfigError, KeySizeError
+from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, EXIT_UNUSABLE, CommandResult, NotThere
+from tutti.errors import AgentLost, ConfigError, KeySizeError, TuttiError
 from tutti.interface import Store
 from tutti.medium.keys import KEY_NBYTES, as_keys, chain_keys
 from tutti.medium.slot_record import tenant_of
@@ -132,9 +132,24 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult])
         return CommandResult({"pools": {}}, text)
     if len(names) < 2:
         return show(args.name)
-    shown = {name: show(name) for name in names}
+    shown = {name: _shown(show, name) for name in names}
     text = "\n\n".join(f"pool  {name}\n{each.text}" for name, each in shown.items())
-    return CommandResult({"pools": {name: each.result for name, each in shown.items()}}, text)
+    result = {"pools": {name: each.result for name, each in shown.items()}}
+    return CommandResult(result, text, max(each.exit_code for each in shown.values()))
+
+
+def _shown(show: Callable[[str], CommandResult], name: str) -> CommandResult:
+    """One of several pools, or why it cannot be opened, so that the others are shown all the same.
+
+    Raises AgentLost.
+    """
+    try:
+        return show(name)
+    except AgentLost:
+        raise
+    except TuttiError as error:
+        found = {"type": type(error).__name__, "message": str(error)}
+        return CommandResult({"error": found}, f"error: {error}", EXIT_UNUSABLE)
 
 
 def _ls(args: argparse.Namespace, name: str) -> CommandResult:
