@@ -24,8 +24,9 @@ import tutti
 from store.pools import some_keys
 from tutti.base.arrays import Keys
 from tutti.bench import second_tier
-from tutti.cluster.remote_process import name_prefix
+from tutti.cluster.remote_process import RemoteProcess, Staging, name_prefix
 from tutti.cluster.remote_store import RemoteConfig
+from tutti.errors import RemoteFailed
 from tutti.node.client import NodeStore
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,14 @@ def serve_well(node: Node, keys: Keys) -> None:
     for _ in range(20):
         assert node.store.match(keys) == len(keys)
         node.load(keys)
+
+
+def test_a_master_that_has_no_address_is_named() -> None:
+    config = RemoteConfig.parse("mooncake://no-such-host.invalid:50051?connect=60")
+    staging = Staging(LAYOUT, 1, dict)
+    with pytest.raises(RemoteFailed, match="master no-such-host.invalid:50051"):
+        RemoteProcess(config, staging).connect()
+    staging.close_fd()
 
 
 def test_pages_of_one_node_are_hits_on_another(tmp_path: Path, cluster: Cluster, seed: int) -> None:

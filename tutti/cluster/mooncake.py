@@ -37,7 +37,10 @@ class MooncakeStore:
         if code == 0:
             code = self._store.register_buffer(address, nbytes)
         if code != 0:
-            raise RemoteFailed(f"Mooncake's client at {master} could not be set up: error {code}")
+            raise RemoteFailed(
+                f"no client of the Mooncake master at {master} can be set up (error {code}); check"
+                " that the master runs"
+            )
         self._replicas = ReplicateConfig()
         self._replicas.replica_num = int(options.get("replica_num", "1"))
 
@@ -69,7 +72,13 @@ class MooncakeStore:
 
 
 def _own_address(master: str) -> str:
-    """Address of this machine on the route to the master."""
+    """Address of this machine on the route to the master.  Raises RemoteFailed."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master.rpartition(":")[0], _PORT))
+        try:
+            probe.connect((master.rpartition(":")[0], _PORT))
+        except OSError as error:
+            raise RemoteFailed(
+                f"there is no way to the Mooncake master {master} ({error}); correct its name in"
+                " --remote"
+            ) from error
         return str(probe.getsockname()[0])
