@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,10 @@ from node.agents import LAYOUT, WAIT_S, RunningAgent, running
 from waiting import wait_until
 
 from store.pools import some_keys
+from tutti.cli import main
 from tutti.errors import CapacityError, DeviceTimeout, PoolNotFound, TuttiError
 from tutti.node import agent_pools
+from tutti.node.pool_service import PoolService
 from tutti.transfers.store_config import StoreConfig
 
 OTHER = replace(LAYOUT, model="another-model")
@@ -109,6 +113,32 @@ def test_a_pool_that_opens_while_the_agent_stops_is_closed(
         closing.result(WAIT_S)
     with running(tmp_path / "agent") as agent, agent.connect() as store:
         assert store.match([bytes(16)]) == 0
+
+
+def test_an_interrupt_while_pools_close_leaves_none_unclean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second Ctrl-C: the first ended the serving."""
+    close, main_thread = PoolService.close, threading.main_thread().ident
+    closed: list[PoolService] = []
+
+    def interrupted(service: PoolService) -> None:
+        close(service)
+        if not closed:
+            assert main_thread is not None
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        closed.append(service)
+
+    pools = agent_pools.AgentPools(folder=str(tmp_path), capacity=1 << 30)
+    for layout in (LAYOUT, OTHER):
+        pools.open(layout.to_json(), 32 << 20)
+    monkeypatch.setattr(PoolService, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pools.close()
+    assert len(closed) == 2
+    for file in tmp_path.glob("*.tutti"):
+        assert main(["info", str(file), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["state"] == "clean"
 
 
 def test_an_opening_that_does_not_end_does_not_keep_the_agent(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tutti.base.interrupts import uninterrupted
 from tutti.base.units import format_nbytes
 from tutti.cluster.remote_store import RemoteConfig
 from tutti.errors import (
@@ -203,6 +204,7 @@ class AgentPools:
         with self._changed:
             return {service.files[0]: service.store for service in self.services.values()}
 
+    @uninterrupted()  # or a second Ctrl-C would leave pools unclean
     def close(self) -> None:
         """Closes all pools.  Raises the first error after all were tried."""
         errors: list[TuttiError] = []
