@@ -268,6 +268,31 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     parse_options(config["linker_extra_config"], LINKER, LINKER_OPTIONS)
 
 
+def test_options_that_sglang_reads_have_its_types(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """SGLang ends at a threshold that is a string."""
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
+    command = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
+    wanted = {
+        "prefetch_threshold": 512,
+        "prefetch_timeout_base": 2.5,
+        "hicache_storage_pass_prefix_keys": False,
+        "interface_v1": 0,
+        "allocator": "shm",
+    }
+    for name, value in wanted.items():
+        command += ["--option", f"{name}={str(value).lower()}"]
+    assert main([*command, "--json"]) == 0
+    words = json.loads(capsys.readouterr().out)["command"]
+    config = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+    found = {name: config[name] for name in wanted}
+    assert found == wanted
+    assert [type(value) for value in found.values()] == [int, float, bool, int, str]
+    assert main([*command, "--option", "prefetch_threshold=many"]) == 2
+    assert "write a whole number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "option", ["verfy=off", "verify", "second_touch=maybe", "timeout_s=x", "capacity=2GiB"]
 )

@@ -176,22 +176,22 @@ OPTIONS: tuple[Option, ...] = (
     ),
 )
 
-#: Keys of the same JSON object that SGLang itself reads.
-SGLANG_KEYS: Mapping[str, Sequence[str]] = {
-    HICACHE: (
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "allocator",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-        "tp_lcm_size",
-        "file_storage_path",  # from --file-storage-path, put into every backend's object
-    ),
-    LINKER: (),
+#: Keys of the same JSON object that SGLang itself reads, with their types (`Option.kind`).
+SGLANG_KEYS: Mapping[str, Mapping[str, str]] = {
+    HICACHE: {
+        "backend_name": "str",
+        "module_path": "str",
+        "class_name": "str",
+        "interface_v1": "int",
+        "allocator": "str",
+        "prefetch_threshold": "int",
+        "prefetch_timeout_base": "float",
+        "prefetch_timeout_per_ki_token": "float",
+        "hicache_storage_pass_prefix_keys": "bool",
+        "tp_lcm_size": "int",
+        "file_storage_path": "str",  # from --file-storage-path, put into every backend's object
+    },
+    LINKER: {},
 }
 
 
@@ -247,7 +247,7 @@ def parse_options(
 
 def named_options(given: Sequence[str], mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
     """Parses NAME=VALUE pairs by the types of the table.  Raises ConfigError."""
-    kinds = {option.name: option.kind for option in option_table(mode, own)}
+    kinds = {**SGLANG_KEYS[mode], **{one.name: one.kind for one in option_table(mode, own)}}
     options: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
