@@ -189,7 +189,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         extra_info: adapter.HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """As `batch_set_v1`, for several pools."""
-        return self._of_each(transfers, HostStore.put)
+        prefix = extra_info.prefix_keys if extra_info else None
+        return self._of_each(transfers, lambda store, keys, where: store.put(keys, where, prefix))
 
     def _of_each(
         self,

@@ -10,7 +10,12 @@ from typing import Any
 import host_pools as hp
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 
@@ -90,6 +95,26 @@ def test_what_both_pools_have_is_found_and_comes_back(
     assert loaded == {name: [True, True, True, True, False, False]}, "a gap ends what is served"
     assert [hp.page_bytes(side, page) for page in rows[:4]] == want[:4]
     assert not any(hp.page_bytes(side, 4)), "a page that is not stored was written"
+
+
+def test_pages_of_a_later_node_lie_behind_those_before_it(
+    storage: TuttiHiCacheStorage, seed: int
+) -> None:
+    """SGLang stores each node of its tree by itself; of equally old pages the deepest go first."""
+    side = hp.mha_pool("page_first", heads=2)
+    storage.register_mem_pool_host(hp.mha_pool("page_first"))
+    storage.register_mem_host_pool_v2(side, PoolName.DRAFT)
+    storage.on_host_pools_registered()
+    hp.fill(side, seed)
+    for first in (0, 3):
+        node = transfer(PoolName.DRAFT, KEYS[first : first + 3], side, [0, 1, 2])
+        answer = storage.batch_set_v2([node], HiCacheStorageExtraInfo(prefix_keys=KEYS[:first]))
+        assert answer == {PoolName.DRAFT: [True] * 3}
+    kept = storage._stores[str(PoolName.DRAFT)]
+    found = {one.key: one for one in kept.store.catalogue.objects(kept.keys(KEYS[:6]))}
+    names = [key.tobytes() for key in kept.keys(KEYS[:6])]
+    assert [found[name].depth for name in names] == list(range(6))
+    assert [found[name].parent for name in names] == [bytes(16), *names[:5]]
 
 
 def test_states_of_another_type_miss(tmp_path: Path) -> None:
