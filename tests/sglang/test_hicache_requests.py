@@ -83,6 +83,19 @@ def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> No
     storage.close()
 
 
+def test_the_longest_deadline_is_waited_for(tmp_path: Path, seed: int) -> None:
+    """A wait that is refused would give the host pages back while the device uses them."""
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"timeout_s": 86_400}), {})
+    storage.register_mem_pool_host(pool)
+    hp.fill(pool, seed)
+    hashes, where = [f"{i:064x}" for i in (1, 2)], hp.indices(pool, [0, 1])
+    assert storage.batch_set_v1(hashes, where) == [True, True]
+    assert storage.batch_get_v1(hashes, where) == [True, True]
+    assert not storage.counters()["kv"].get("errors")
+    storage.close()
+
+
 @pytest.mark.parametrize("chosen", [True, False])
 def test_scheduling_and_the_page_cache_are_in_the_metrics(tmp_path: Path, chosen: bool) -> None:
     """Scheduling without an option, the page cache with a share of the free memory."""

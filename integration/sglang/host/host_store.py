@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import Keys
+from tutti.base.checks import SECONDS_MAX
 from tutti.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -72,7 +73,7 @@ class HostStore:
         self._namespace = namespace
         self._watch = watch
         # A command fails after timeout_s; before it starts, a batch may wait for others.
-        self._timeout_s = 4 * timeout_s
+        self._timeout_s = min(4 * timeout_s, SECONDS_MAX)
         self._second_touch = SecondTouch(metrics) if second_touch else None
         self.events: DiskEvents | None = None  # set before use if they are published
         self.pages_moved = False  # set when the host pool was moved to large pages
