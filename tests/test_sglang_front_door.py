@@ -89,6 +89,7 @@ def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
         ("/pools", ["page_cache_share=1.5"], "page_cache_share is 1.5; pass a number from 0 to 1"),
         ("/pools", ["service_threads=65"], "service_threads is 65; pass an integer from 1 to 64"),
         ("/pools", ["service_threads=2"], "so give 1 at most, or more places"),
+        ("/pools", ["sidecar_capacity=0"], "option 'sidecar_capacity' is '0'; give at least 1"),
         ("/pools", ["scheduler_trace=/t", "profile=off"], "remove one of them"),
         ("unix:/s", ["verify=off"], "verify: the agent at unix:/s has settings of its own"),
         ("unix:", [], "option 'path' is 'unix:', of 0 bytes; a socket's path has"),
@@ -106,6 +107,17 @@ def test_the_command_refuses_what_a_server_refuses(
     command = ["sglang", "command", "--model", "m", "--capacity", "1GiB", "--mode", mode]
     assert main([*command, "--path", path, *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [(HICACHE, "timeout_s"), (LINKER, "load_timeout_s"), (LINKER, "breaker_pause_s")],
+)
+def test_a_deadline_of_more_than_a_day_is_an_error(mode: str, name: str) -> None:
+    """The store refuses such waits, so that every load would fail."""
+    own = LINKER_OPTIONS if mode == LINKER else ()
+    with pytest.raises(ConfigError, match=f"'{name}' is 86401; give at most 86400 seconds"):
+        parse_options({**NEEDED, name: 86_401}, mode, own)
 
 
 def test_options_of_the_other_mode_are_unknown() -> None:

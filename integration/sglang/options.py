@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from tutti.base.checks import socket_path, text
+from tutti.base.checks import SECONDS_MAX, socket_path, text
 from tutti.base.units import MiB, parse_nbytes
 from tutti.errors import ConfigError
 from tutti.node.connect import AGENT
@@ -29,7 +29,8 @@ class Option:
     """One option: its name, type (`kind`), default and meaning.
 
     kind: "str", "size", "int", "float", "bool", or "paths" (a string or a list of strings).
-    choices: the allowed values.  minimum: the smallest allowed number.  required: has no default.
+    choices: the allowed values.  minimum: the smallest allowed number, or bytes.  required: has no
+    default.
     """
 
     name: str
@@ -67,6 +68,7 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "as capacity, for each additional pool (Mamba, SWA, ...); default: an eighth of it",
         modes=(HICACHE,),
+        minimum=1,
     ),
     Option(
         "degraded",
@@ -306,7 +308,9 @@ def _checked(option: Option, value: Any) -> Any:
     if option.kind == "size":
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise _wrong(option, value, 'a size such as "64GiB"')
-        return parse_nbytes(value)
+        nbytes = parse_nbytes(value)
+        _check_range(option, value, nbytes)
+        return nbytes
     if option.kind == "paths":
         paths = [value] if isinstance(value, str) else value
         if not isinstance(paths, (list, tuple)) or not paths:
@@ -324,8 +328,7 @@ def _checked(option: Option, value: Any) -> Any:
             raise _wrong(option, value, f"a number ({option.kind})")
         if isinstance(value, float) and not math.isfinite(value):
             raise _wrong(option, value, "a finite number")
-        if option.minimum is not None and value < option.minimum:
-            raise _wrong(option, value, f"at least {option.minimum:g}")
+        _check_range(option, value, value)
         return value
     if not isinstance(value, str) or not value:
         raise _wrong(option, value, "a string")
@@ -333,6 +336,13 @@ def _checked(option: Option, value: Any) -> Any:
     if option.choices and value not in option.choices:
         raise _wrong(option, value, f"one of {', '.join(option.choices)}")
     return value
+
+
+def _check_range(option: Option, value: Any, number: float) -> None:
+    if option.minimum is not None and number < option.minimum:
+        raise _wrong(option, value, f"at least {option.minimum:g}")
+    if option.name.endswith("_s") and number > SECONDS_MAX:
+        raise _wrong(option, value, f"at most {SECONDS_MAX:g} seconds, a day")
 
 
 def _wrong(option: Option, value: Any, wanted: str) -> ConfigError:
@@ -353,7 +363,7 @@ _PLAIN = tuple(
             None,
             "size of each additional pool (sliding windows, Mamba), over all ranks; "
             "default: an eighth of capacity",
-            None,
+            1,
         ),
         (
             "backlog_share",
