@@ -184,6 +184,8 @@ def test_the_command_prints_the_shares(
     assert "(NUMA node" not in said, "of drives that are not in this machine"
     assert main([*words, "--json", "--", "--tp-size=4", "--nnodes", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["dealt"] == [DRIVES[:2], DRIVES[2:]]
+    assert main([*words, "--json", "--", "--tensor-parallel", "2"]) == 0, "as SGLang takes it"
+    assert json.loads(capsys.readouterr().out)["dealt"] == [DRIVES[:2], DRIVES[2:]]
     assert main([*words, "--", "--tp", "3"]) == 2
     assert "4 files and devices for 3 ranks" in capsys.readouterr().err
     assert main([*words, "--", "--tp", "many"]) == 2

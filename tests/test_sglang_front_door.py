@@ -323,6 +323,9 @@ def test_the_launch_command_refuses_wrong_options(
         ("linker", ["--pipeline-parallel-size=2"], "--mode hicache"),
         ("linker", ["--enable-hierarchical-cache"], "one server runs one of them"),
         ("hicache", ["--enable-unified-cache-external-linker"], "one server runs one of them"),
+        ("linker", ["--enable-hicache"], "one server runs one of them"),
+        ("linker", ["--pipeline-parallel", "2"], "--mode hicache"),
+        ("hicache", ["--hicache-mem", "layer_first"], "use --layout before the `--`"),
     ],
 )
 def test_the_launch_command_refuses_what_does_not_go_together(

@@ -99,16 +99,11 @@ def server_environment(mode: str) -> dict[str, str]:
 def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
     """(ranks per node, nodes) from SGLang's arguments.  Raises ConfigError for invalid ones."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in (
-        ("--tp-size", "--tp", "--tensor-parallel-size"),
-        ("--pp-size", "--pp", "--pipeline-parallel-size"),
-        ("--dp-size", "--dp", "--data-parallel-size"),
-        ("--nnodes",),
-    ):
+    for names in (_TENSOR, _STAGES, _REPLICAS, _NODES):
         parser.add_argument(*names, type=int, default=1)
     parser.add_argument("--enable-dp-attention", action="store_true")
     try:
-        found, _ = parser.parse_known_args(list(arguments))
+        found, _ = parser.parse_known_args(_words(arguments))
     except argparse.ArgumentError as error:
         raise ConfigError(f"SGLang would refuse its arguments: {error}") from error
     replicas = 1 if found.enable_dp_attention else found.dp_size
@@ -116,7 +111,10 @@ def ranks_and_nodes(arguments: Sequence[str]) -> tuple[int, int]:
     return max(1, ranks // nodes), nodes
 
 
-_STAGES = ("--pp-size", "--pipeline-parallel-size")
+_TENSOR = ("--tp-size", "--tp", "--tensor-parallel-size")
+_STAGES = ("--pp-size", "--pp", "--pipeline-parallel-size")
+_REPLICAS = ("--dp-size", "--dp", "--data-parallel-size")
+_NODES = ("--nnodes",)
 #: Flags that `tutti sglang command` sets, with its own option for each.
 _OWN = {
     "--model-path": "--model",
@@ -130,16 +128,34 @@ _OWN = {
     "--unified-cache-external-linker-config": "--option",
 }
 #: The flags that start each mode.
-_STARTS = {HICACHE: "--enable-hierarchical-cache", LINKER: "--enable-unified-cache-external-linker"}
+_STARTS = {
+    HICACHE: ("--enable-hierarchical-cache", "--enable-hicache"),
+    LINKER: ("--enable-unified-cache-external-linker",),
+}
+#: All flags that are looked for here.
+_FLAGS = (*_TENSOR, *_STAGES, *_REPLICAS, *_NODES, *_OWN, *_STARTS[HICACHE], *_STARTS[LINKER])
+
+
+def _words(arguments: Sequence[str]) -> list[str]:
+    """The words of SGLang's arguments, with values after "=" apart.
+
+    Flags of which only the beginning is given, as SGLang's parser accepts them, are whole.
+    """
+    words = []
+    for argument in arguments:
+        for word in argument.split("=", 1):
+            meant = [flag for flag in _FLAGS if word.startswith("--") and flag.startswith(word)]
+            words.append(meant[0] if len(meant) == 1 else word)
+    return words
 
 
 def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> None:
     """Raises ConfigError for additional arguments that do not fit the mode, or contradict those of
     `server_arguments`: SGLang would use the last value.
     """
-    given = [word for argument in more for word in argument.split("=", 1)]
-    for other, flag in _STARTS.items():
-        if other != mode and flag in given:
+    given = _words(more)
+    for other, flags in _STARTS.items():
+        if other != mode and (flag := next(filter(given.__contains__, flags), "")):
             raise ConfigError(
                 f"{flag} starts the mode {other}, and one server runs one of them; "
                 f"leave it out, or pass --mode {other}"
