@@ -125,8 +125,11 @@ def served_model() -> ServedModel:
 
 #: The revision that SGLang sets for a draft model if none is given.
 _MAIN = "main"
-#: Arguments that change the KV of the same checkpoint.
-_MORE_OVERRIDES = ("quantization_param_path", "modelopt_quant", "model_loader_extra_config")
+#: Arguments that name files which change the KV of the same checkpoint, and what their versions are
+#: called in the identity.
+_FILES = {"quantization_param_path": "scales", "modelopt_checkpoint_restore_path": "restored"}
+#: All arguments that change it.
+_MORE_OVERRIDES = (*_FILES, "modelopt_quant", "model_loader_extra_config")
 #: Environment variables that change the order of bytes in a page of the same shape.
 _ORDERS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 
@@ -135,8 +138,8 @@ def _more_overrides(args: Any) -> str:
     """The overrides that are set; empty without any, so that existing pools keep their identity."""
     given = {name: getattr(args, name, None) for name in _MORE_OVERRIDES}
     given = {name: value for name, value in given.items() if value not in (None, "", "{}", {})}
-    if "quantization_param_path" in given:
-        given["scales"] = version_at_start(str(given["quantization_param_path"]))
+    files = {name: str(given[name]) for name in _FILES if name in given}
+    given |= {_FILES[name]: version_at_start(file) for name, file in files.items()}
     orders = {name: EnvField.get(getattr(envs, name)) for name in _ORDERS}
     given |= {name: to for name, to in orders.items() if to != getattr(envs, name).default}
     given |= _draft(args)

@@ -133,17 +133,20 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
     for given in (
         {"quantization_param_path": str(scales)},
         {"quantization_param_path": str(tmp_path / "other.json")},
+        {"modelopt_checkpoint_restore_path": str(scales)},
+        {"modelopt_checkpoint_restore_path": str(tmp_path / "other.json")},
         {"modelopt_quant": "fp8"},
         {"modelopt_quant": {"quant_algo": "fp8"}},
         {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
     ):
         with _context(**given):
             seen.add(adapter.served_model().overrides)
-    assert len(seen) == 5
+    assert len(seen) == 7
     scales.write_text("{ }")
     version_at_start.cache_clear()
-    with _context(quantization_param_path=str(scales)):
-        assert adapter.served_model().overrides not in seen
+    for name in ("quantization_param_path", "modelopt_checkpoint_restore_path"):
+        with _context(**{name: str(scales)}):
+            assert adapter.served_model().overrides not in seen, name
 
 
 def test_the_order_of_a_pages_bytes_is_part_of_the_model() -> None:
