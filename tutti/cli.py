@@ -112,7 +112,11 @@ COMMANDS = (
 
 #: Commands that servers need: their options can also be set by a file and by the environment.  Each
 #: with the keys of its table in the file that belong to another command.
-_CONFIGURED = {"serve": set(), "sglang command": set(), "sglang doctor": {"model", "option"}}
+_CONFIGURED = {
+    "serve": set(),
+    "sglang command": set(),
+    "sglang doctor": {"model", "option", "layout"},
+}
 
 _NUMBER_END = 2**63
 _PLACES = {"path", "paths", "dir", "folder", "pool", "file", "out"}  # arguments that are paths

@@ -106,6 +106,7 @@ def test_the_agent_refuses_keys_of_another_table(config: Path) -> None:
 
 
 def test_the_doctor_takes_the_same_file(config: Path) -> None:
+    config.write_text(FILE.replace('model = "m"', 'model = "m"\nlayout = "layer_first"'))
     args = cli.build_parser(["sglang", "doctor"]).parse_args(["sglang", "doctor"])
     assert (args.path, args.mode, args.capacity) == (["/from/file"], "linker", 1 << 30)
 

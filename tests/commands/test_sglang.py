@@ -183,6 +183,16 @@ def test_an_option_of_the_other_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "linker: it needs --mode hicache" in capsys.readouterr().err
 
 
+def test_a_layout_is_of_a_host_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The linker has none, and the doctor looks at none."""
+    words = [f"--path={tmp_path}", "--layout=layer_first"]
+    assert cli.main([*COMMAND, *words, "--mode=linker"]) == 2
+    assert "linker has no host pool; leave --layout out" in capsys.readouterr().err
+    assert cli.main([*COMMAND, *words]) == 0
+    assert "--hicache-mem-layout layer_first" in capsys.readouterr().out
+    assert cli.main(["sglang", "doctor", *words]) == 2
+
+
 def test_a_path_that_must_be_given_has_no_default(capsys: pytest.CaptureFixture[str]) -> None:
     for command, has_default in (("command", False), ("doctor", True)):
         with pytest.raises(SystemExit):

@@ -49,6 +49,7 @@ from tutti.pool.places import (
 from tutti.pool.pool_format import is_labelled
 
 PAGE_SIZE = 64
+LAYOUT = "page_first"
 _MEMLOCK_WANTED_NBYTES = 64 * MiB
 _NO_ADMIN_KEY = (
     "without --admin-api-key everyone who reaches the port can clear the storage, and detaching it "
@@ -95,6 +96,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )
     _add_common(parser, path_required=True)
     parser.add_argument(
+        "--layout",
+        choices=sorted(IO_BACKENDS),
+        default=LAYOUT,
+        help=f"memory layout of SGLang's host pool, with --mode {HICACHE}",
+    )
+    parser.add_argument(
         "--option",
         action="append",
         default=[],
@@ -131,15 +138,14 @@ def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None
     parser.add_argument(
         "--page-size", type=positive, default=PAGE_SIZE, metavar="TOKENS", help="tokens per page"
     )
-    parser.add_argument(
-        "--layout",
-        choices=sorted(IO_BACKENDS),
-        default="page_first",
-        help="memory layout of SGLang's host pool",
-    )
 
 
 def run_command(args: argparse.Namespace) -> CommandResult:
+    if args.mode == LINKER and args.layout != LAYOUT:
+        raise ConfigError(
+            f"--layout {args.layout}: --mode {LINKER} has no host pool; leave --layout out, or "
+            f"pass --mode {HICACHE}"
+        )
     own = LINKER_OPTIONS if args.mode == LINKER else ()
     path = args.path[0] if len(args.path) == 1 else args.path
     options = {"path": path, "capacity": args.capacity}
