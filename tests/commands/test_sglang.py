@@ -116,6 +116,17 @@ def test_a_disk_that_is_reported_as_rotational(
     assert not doctor(capsys, "disk", "--path", DRIVE), "this folder's says nothing of a drive"
 
 
+def test_each_disk_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the first of several paths is good."""
+    memory = Path("/dev/shm").resolve()
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    paths: list[str | Path] = [tmp_path / "a", tmp_path / "b", memory / "tutti-doctor"]
+    (_, first), (verdict, second) = doctor(capsys, "disk", "--path", *paths)
+    assert first.startswith(f"{tmp_path}: ")
+    assert verdict == "slow" and second.startswith(f"{memory}: ") and "is memory" in second
+
+
 @pytest.mark.parametrize(
     ("driver", "devices", "has_bindings", "verdict", "says"),
     [

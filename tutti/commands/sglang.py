@@ -215,9 +215,9 @@ def run_doctor(args: argparse.Namespace) -> CommandResult:
     is_agents = uses_agent({"path": args.path})
     findings += [_agent(args.path[0])] if is_agents else _storage(args.path, args.capacity)
     files = [path for path in args.path if not (is_agents or is_device(path))]
+    findings += _disks(files)
     folder, with_drive = existing_folder(files[0] if files else "."), any(map(is_drive, args.path))
-    machine = _machine(folder, args.mode, with_drive=with_drive)
-    findings += [finding for finding in machine if files or finding.what != "disk"]
+    findings += _machine(folder, args.mode, with_drive=with_drive)
     findings += [finding for file in files for finding in _pools(Path(file).absolute())]
     failed = any(finding.verdict == "fails" for finding in findings)
     rows = [(finding.what, finding.verdict, finding.text) for finding in findings]
@@ -368,27 +368,40 @@ def _either(what: str, is_ok: bool, text: str, otherwise: str) -> CheckResult:
     return CheckResult(what, "ok" if is_ok else "slow", text if is_ok else otherwise)
 
 
+def _disks(paths: Sequence[str]) -> Iterator[CheckResult]:
+    """How suitable each disk is that has, or would get, the files of pools."""
+    folders: dict[int, Path] = {}
+    for folder in map(existing_folder, paths):
+        folders.setdefault(os.stat(folder).st_dev, folder)
+    for folder in folders.values():
+        where = f"{folder}: " if len(folders) > 1 else ""
+        try:
+            verdict, text = _disk(folder, probe.probe_direct(str(folder)))
+        except Unsupported as error:  # a folder that cannot be written, for instance
+            verdict, text = "unknown", str(error)
+        yield CheckResult("disk", verdict, where + text)
+
+
+def _disk(folder: Path, direct: probe.DirectFacts) -> tuple[str, str]:
+    if direct.filesystem in _VOLATILE:
+        text = "is memory: pages are lost at a restart of the machine, and take memory from SGLang"
+        return "slow", f"{direct.filesystem} {text}; choose a folder on an SSD"
+    if not direct.direct:
+        return "slow", f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe"
+    disk, text = str(machine_facts(folder)["disk"]), f"direct I/O on {direct.filesystem}"
+    if "rotational" in disk:
+        advice = "choose a folder on an SSD, unless it is a virtual disk"
+        return "slow", f"{text}, but the disk is {disk}; {advice}"
+    return "ok", text
+
+
 def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResult]:
     try:
         machine = probe.probe_machine(str(folder))
     except Unsupported as error:  # a folder that cannot be written, for instance
         yield CheckResult("machine", "unknown", str(error))
         return
-    direct, uring, memory = machine.direct, machine.uring, machine.memory
-    if direct.filesystem in _VOLATILE:
-        yield CheckResult(
-            "disk",
-            "slow",
-            f"{direct.filesystem} is memory: pages are lost at a restart of the machine, and take "
-            "memory from SGLang; choose a folder on an SSD",
-        )
-    else:
-        disk, text = str(machine_facts(folder)["disk"]), f"direct I/O on {direct.filesystem}"
-        without = f"no direct I/O: {direct.reason}; use ext4 or xfs on NVMe"
-        if direct.direct:
-            without = f"{text}, but the disk is {disk}; choose a folder on an SSD, unless it is a "
-            without += "virtual disk"
-        yield _either("disk", direct.direct and "rotational" not in disk, text, without)
+    uring, memory = machine.uring, machine.memory
     yield _either("io_uring", uring.available, ", ".join(uring.features) or "works", uring.reason)
     if with_drive:  # files need no locked memory
         yield _either(
