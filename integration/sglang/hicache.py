@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tutti.integration.sglang.host.host_pools import (
     PageFragments,
     advise_hugepages,
     host_pool_of,
+    is_sharded,
     shape_of,
 )
 from tutti.integration.sglang.host.host_store import HostStore
@@ -302,15 +304,16 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
         fragments = PageFragments(host_pool, name)
         identity = identity_of(self._options, self._model, self._config.model_name or "")
-        layout = layout_of(shape_of(host_pool, name, fragments), identity, self._parallel_rank)
+        rank = self._parallel_rank
+        if is_sharded(host_pool):
+            rank = replace(rank, replicated=False)
+        layout = layout_of(shape_of(host_pool, name, fragments), identity, rank)
         metrics = Metrics(
-            {"mode": HICACHE, "pool": name, "rank": self._parallel_rank.name},
+            {"mode": HICACHE, "pool": name, "rank": rank.name},
             prometheus=self._config.enable_storage_metrics,
         )
         announces = self._options["kv_events"] and name == KV and publishes()
-        store, path = open_store(
-            layout, name, capacity, self._options, self._parallel_rank, is_kv=name == KV
-        )
+        store, path = open_store(layout, name, capacity, self._options, rank, is_kv=name == KV)
         try:
             memory: HostMemory = host_pool_of(layout, fragments, host_pool)
             store.register(memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import host_pools as hp
 import pytest
 import torch
+from node.agents import running
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -115,6 +117,31 @@ def test_pages_of_a_later_node_lie_behind_those_before_it(
     names = [key.tobytes() for key in kept.keys(KEYS[:6])]
     assert [found[name].depth for name in names] == list(range(6))
     assert [found[name].parent for name in names] == [bytes(16), *names[:5]]
+
+
+@pytest.mark.parametrize("name", [PoolName.MAMBA, PoolName.DRAFT])
+def test_ranks_of_a_latent_do_not_share_states_and_heads(
+    tmp_path: Path, name: PoolName, seed: int
+) -> None:
+    """On an agent they share the latent; the states or heads of one rank are wrong in another."""
+    found = []
+    with running(tmp_path / "agent") as agent, ExitStack() as opened:
+        for rank in range(2):
+            changes = {"is_mla_model": True, "tp_rank": rank, "tp_size": 2}
+            config = hp.config(f"unix:{agent.path}", options={"capacity": "128MiB"}, **changes)
+            storage = opened.enter_context(closing(TuttiHiCacheStorage(config, {})))
+            kv = hp.mla_pool("page_first", 64)
+            side = hp.mamba_pool() if name == PoolName.MAMBA else hp.mha_pool("page_first")
+            storage.register_mem_pool_host(kv)
+            storage.register_mem_host_pool_v2(side, name)
+            storage.on_host_pools_registered()
+            hp.fill(side, seed + rank)
+            beside = sum(storage._stores[str(name)].present(KEYS[:2]))
+            found.append((storage.batch_exists(KEYS[:2]), beside))
+            assert all(storage.batch_set_v1(KEYS[:2], hp.indices(kv, [0, 1])))
+            answer = storage.batch_set_v2([transfer(name, KEYS[:2], side, [0, 1])])
+            assert answer == {name: [True, True]}
+    assert found == [(0, 0), (2, 0)]
 
 
 def test_states_of_another_type_miss(tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def _kind_of(host_pool: Any) -> str:
     return kind if states is None else f"{kind}-{str(states).removeprefix('torch.')}"
 
 
+def is_sharded(host_pool: Any) -> bool:
+    """Whether each TP rank has its own part of a page: of its heads, or of its Mamba states.
+
+    True also for such pools beside a latent (MLA), which is replicated.
+    """
+    return hasattr(host_pool, "head_num") or hasattr(host_pool, "temporal_dtype")
+
+
 def host_pool_of(layout: KVLayout, fragments: PageFragments, owner: Any) -> HostMemory:
     """The pool's memory for ObjectStore.register; `owner` keeps it alive."""
     memory = PagedMemory(
