@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Keep in step with the suites of the Makefile; tests/<marker>/ carries its marker by itself.
@@ -131,3 +132,8 @@ def cuda_devices() -> int:
 def seed(request: pytest.FixtureRequest) -> int:
     """The run's seed: every random choice of a test derives from it."""
     return int(request.config.option.seed)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)

@@ -29,11 +29,6 @@ from tutti.transfers.tickets import Outcome
 _FILES = 1100
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def test_a_client_with_many_open_files(tmp_path: Path, rng: np.random.Generator) -> None:
     """select() takes no descriptor above 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -63,11 +63,6 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
         yield embedded if request.param == "embedded" else served
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.mark.parametrize("verify", ["always", "sampled", "off"])
 @pytest.mark.parametrize("durability", ["process", "flush"])
 def test_what_was_put_is_loaded(

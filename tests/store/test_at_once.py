@@ -28,11 +28,6 @@ LARGE = replace(GEOMETRY, group_slots=16, groups=16)  # 256 slots
 OBJECT_NBYTES = LAYOUT.object_nbytes + 4096
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def filled(store: ObjectStore, keys: Any) -> None:
     store.allocate_memory(len(keys))
     assert store.put(keys, np.arange(len(keys))).wait(20).stored == len(keys)

@@ -22,11 +22,6 @@ from tutti.scheduler.policy import Limits
 from tutti.scheduler.state import Decision
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def test_puts_and_loads_do_not_wait_for_proofs(rng: np.random.Generator) -> None:
     """As after a crash.  Of the proof only that flies which was issued before they came."""
     seen: list[tuple[Any, Decision]] = []

@@ -27,11 +27,6 @@ SLOTS = GEOMETRY.groups * GEOMETRY.group_slots
 ERRORS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, ValueError)
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def raising(kind: type[BaseException]) -> Callable[..., Any]:
     def call(*given: object) -> None:
         raise kind("on purpose")

@@ -47,11 +47,6 @@ from tutti.transfers.tickets import LoadProgress, LoadTicket, PutTicket
 TABLE_LBA = GEOMETRY.table_offset // 4096
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.mark.parametrize(("options", "found"), [({}, 8), ({"eviction": "lru"}, 0)])
 def test_what_comes_back_again_and_again_outlasts_what_is_only_stored(
     rng: np.random.Generator, options: dict[str, str], found: int

@@ -64,11 +64,6 @@ class Held:
             call()
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def test_a_full_disk_in_the_middle_of_a_put(rng: np.random.Generator) -> None:
     images = formatted()
     controller = controller_of(images)

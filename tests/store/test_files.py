@@ -34,11 +34,6 @@ SMALL = KVLayout.mha(
 SHARED = Path("/dev/shm")
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.fixture(params=["uring", "threads"])
 def executor(request: pytest.FixtureRequest) -> str:
     if request.param == "uring" and (reason := uring_refusal()):

@@ -34,11 +34,6 @@ from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.mark.timeout(240)  # what is interrupted may cost others the store's time-out, 20 s
 @pytest.mark.parametrize(("signals", "how"), [(2000, "plain"), (500, "scheduled")])
 def test_a_storm_of_signals_leaves_nothing_behind(tmp_path: Path, signals: int, how: str) -> None:

@@ -23,11 +23,6 @@ Refuse = Callable[[str], None]
 
 
 @pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     """Makes threads of a name impossible."""
     start, refused = threading.Thread.start, set[str]()

@@ -37,11 +37,6 @@ def opened(layout: KVLayout, lba_nbytes: int = 4096) -> ObjectStore:
 
 
 @pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
 def store() -> Iterator[ObjectStore]:
     with opened(LAYOUT) as made:
         yield made

@@ -41,11 +41,6 @@ from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadProgress
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
     """What a close leaves behind, or a crash at a quiet moment."""
     assert store._core.wait_quiet(5)

@@ -27,11 +27,6 @@ from tutti.transfers.tickets import Outcome
 from tutti.transfers.writer import Writer
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def stalled() -> tuple[ObjectStore, MemoryController]:
     """A store whose device is busy: the next command and all later ones wait for `release`."""
     images = formatted()

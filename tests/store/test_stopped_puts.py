@@ -22,11 +22,6 @@ from tutti.transfers import transfer_queue
 
 
 @pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-@pytest.fixture
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every put of two pages can stop."""
     monkeypatch.setattr(transfer_queue, "LONG_NBYTES", 1)

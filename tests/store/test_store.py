@@ -41,11 +41,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("order", [None, PAGE_FIRST_DIRECT])
 @pytest.mark.parametrize("shape", SHAPES)

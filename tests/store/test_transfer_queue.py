@@ -31,11 +31,6 @@ from tutti.transfers.tickets import Outcome, PutResult
 PROFILE = Linear()
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 class Never:
     """A policy that launches nothing."""
 

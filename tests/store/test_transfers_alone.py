@@ -22,11 +22,6 @@ from tutti.transfers.tickets import PutResult
 PROFILE = Linear()
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 @pytest.fixture(autouse=True)
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop never looks by itself: it may be taking an event just when a transfer comes."""

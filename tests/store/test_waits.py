@@ -26,11 +26,6 @@ from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutTogether, Qu
 MANY = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def test_a_short_put_does_not_wait_for_a_long_one_that_stopped(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,11 +197,6 @@ def _driver_of(engine: Engine) -> StandInDriver | None:
     return None
 
 
-@pytest.fixture
-def rng(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
 def round_trip(rig: Rig, rng: np.random.Generator) -> None:
     keys = some_keys(rng, 12)
     sent = rng.permutation(PAGES)[:12].tolist()
