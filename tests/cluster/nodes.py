@@ -13,6 +13,7 @@ from node.agents import LAYOUT, RunningAgent
 
 from tutti.base.arrays import Keys
 from tutti.cluster.remote_store import RemoteConfig
+from tutti.cluster.second_tier import Tier
 from tutti.node.client import NodeStore
 
 WAIT_S = 90.0
@@ -37,6 +38,12 @@ class Node:
         self.agent = RunningAgent(folder, remote=remote)
         self.store: NodeStore = self.agent.connect()
         self.memory = self.store.allocate_memory(2 * PAGES)
+
+    @property
+    def tier(self) -> Tier:
+        (service,) = self.agent.pools.services.values()
+        assert service.tier is not None
+        return service.tier
 
     def put(self, keys: Keys, namespace: str = "") -> None:
         for page, key in enumerate(keys):

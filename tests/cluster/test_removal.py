@@ -19,21 +19,10 @@ from tutti import cli
 from tutti.base.arrays import Keys
 from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_store import ValueStatus
-from tutti.cluster.second_tier import COPIED, Tier
+from tutti.cluster.second_tier import COPIED
 from tutti.cluster.tenants import TenantStores
 
 DONE, ABSENT, FAILED = ValueStatus.DONE, ValueStatus.ABSENT, ValueStatus.FAILED
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    return Faults(tmp_path / "remote")
-
-
-def tier_of(node: Node) -> Tier:
-    (service,) = node.agent.pools.services.values()
-    assert service.tier is not None
-    return service.tier
 
 
 def values(faults: Faults) -> int:
@@ -41,7 +30,7 @@ def values(faults: Faults) -> int:
 
 
 def is_idle(node: Node) -> bool:
-    tier = tier_of(node)
+    tier = node.tier
     with tier._changed:
         return not tier._wanted and not tier._fetching
 
@@ -103,7 +92,7 @@ def test_what_waits_to_be_copied_and_is_removed_is_not_copied(
         assert node.remote()["queued_nbytes"] == 0
         assert node.remote()["not_copied"] == 3
         faults.set("raise-remove")
-        process = tier_of(node)._remote._process
+        process = node.tier._remote._process
         assert process is not None
         process.kill()  # which hangs until then
         node.settle("remove_failed", 3)
@@ -117,7 +106,7 @@ def test_what_waits_long_to_be_removed_is_not_fetched_back(
     keys = some_keys(np.random.default_rng(seed), PAGES)
     with nodes(tmp_path, faults.config(), 1) as (node,):
         node.share(keys)
-        tier, go_on = tier_of(node), threading.Event()
+        tier, go_on = node.tier, threading.Event()
         monkeypatch.setattr(tier, "_remove", lambda _: go_on.wait(WAIT_S))  # works at others
         tier.removing(some_keys(np.random.default_rng(seed + 1), 1))
         until(lambda: not tier._removals, "nothing is removed")
@@ -172,7 +161,7 @@ def test_every_page_that_was_offered_is_counted_once(
             second.settle("not_copied", 2)
             second.settle("replicated", 2 * PAGES - 2)
         with monkeypatch.context() as patch:  # evicted meanwhile
-            patch.setattr(tier_of(second)._outgoing, "_load", lambda own: False)
+            patch.setattr(second.tier._outgoing, "_load", lambda own: False)
             offer(keys[3])
             second.settle("not_copied", PAGES + 2)
         _refused(second, faults, offer, keys[4])

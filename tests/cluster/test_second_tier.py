@@ -27,11 +27,6 @@ def slow(value: str) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    return Faults(tmp_path / "remote")
-
-
 def test_a_page_of_another_node_is_a_hit_after_it_landed(
     tmp_path: Path, faults: Faults, seed: int
 ) -> None:
@@ -239,9 +234,7 @@ def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, s
         node.load(keys[4:])  # they wait already
         assert node.remote()["queued_nbytes"] == nbytes
         assert node.remote()["dropped"] == PAGES - 1 - 4
-        service = next(iter(node.agent.pools.services.values()))
-        assert service.tier is not None
-        assert list(service.tier._offered) == [key.tobytes() for key in keys[4:]]  # the newest
+        assert list(node.tier._offered) == [key.tobytes() for key in keys[4:]]  # the newest
 
 
 def test_a_chain_that_is_too_late_is_not_fetched(tmp_path: Path, faults: Faults, seed: int) -> None:
@@ -286,9 +279,7 @@ def test_the_thread_that_waits_for_values_comes_after_all_others(
     """Mooncake waits in a loop without sleep."""
     with nodes(tmp_path, faults.config(), 1) as (node,):
         node.share(some_keys(np.random.default_rng(seed), 1))  # its process serves
-        (service,) = node.agent.pools.services.values()
-        assert service.tier is not None
-        process = service.tier._remote._process
+        process = node.tier._remote._process
         assert process is not None
         threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
         nice = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}

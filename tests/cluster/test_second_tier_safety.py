@@ -18,21 +18,9 @@ from node.agents import LAYOUT, RunningAgent
 
 from store.pools import some_keys
 from tutti.cluster.remote_process import RemoteProcess, Staging, StagingInUse
-from tutti.cluster.second_tier import Tier
 from tutti.cluster.worker import EXISTS, GET, OK, REPLY
 from tutti.errors import ConfigError, DeviceTimeout, RemoteFailed
 from tutti.transfers.store_config import StoreConfig
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    return Faults(tmp_path / "remote")
-
-
-def tier_of(node: Node) -> Tier:
-    (service,) = node.agent.pools.services.values()
-    assert service.tier is not None
-    return service.tier
 
 
 class Waited:
@@ -56,7 +44,7 @@ def watch_puts(
 ) -> tuple[list[tuple[Waited, set[int]]], list[set[int]], list[bytes]]:
     """Puts of the tier with their pages, and pages that a GET overwrites under a put, and keys
     that were read; the puts of these numbers are refused."""
-    tier = tier_of(node)
+    tier = node.tier
     puts: list[tuple[Waited, set[int]]] = []
     mixed: list[set[int]] = []
     read: list[bytes] = []
@@ -116,7 +104,7 @@ def test_fetched_pages_are_stored_a_few_at_a_time_beside_local_loads(
     keys = some_keys(np.random.default_rng(seed), PAGES)
     with nodes(tmp_path, faults.config()) as (first, second):
         first.share(keys)
-        tier = tier_of(second)
+        tier = second.tier
         monkeypatch.setattr(tier, "_at_once", 3)
         settle, begun = tier._settle, []
 
@@ -148,7 +136,7 @@ def test_the_next_pages_are_asked_for_before_those_that_came_are_stored(
     config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # three parts of one page
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
-        tier, asked = tier_of(second), []
+        tier, asked = second.tier, []
         put_request = tier._store.put_request
 
         def put(request: Any) -> Any:
@@ -168,7 +156,7 @@ def test_nothing_is_stored_behind_a_page_that_cannot_be(
     config = faults.config(staging_nbytes=2 * LAYOUT.object_nbytes)  # parts of one page
     with nodes(tmp_path, config) as (first, second):
         first.share(keys)
-        tier = tier_of(second)
+        tier = second.tier
         answer, trailers = tier._remote.answer, tier._staging.trailers
 
         def changed(timeout_s: float) -> Any:
@@ -302,7 +290,7 @@ def test_an_object_stored_anew_while_it_is_copied_is_not_copied(
     """Its bytes may be others than those of the digests in the record that was read."""
     keys = some_keys(np.random.default_rng(seed), 2)
     with nodes(tmp_path, faults.config(), 1) as (node,):
-        outgoing = tier_of(node)._outgoing
+        outgoing = node.tier._outgoing
         load = outgoing._load
 
         def anew(own: Any) -> bool:
@@ -339,7 +327,7 @@ def test_each_call_has_the_whole_timeout(
     keys = some_keys(np.random.default_rng(seed), 4)
     with nodes(tmp_path, faults.config()) as (first, second):
         first.share(keys)
-        tier, timeouts = tier_of(second), []
+        tier, timeouts = second.tier, []
         answer = tier._remote.answer
 
         def noted(timeout_s: float) -> Any:
@@ -385,7 +373,7 @@ def test_the_tier_goes_on_once_its_staging_memory_is_free(
     keys = some_keys(np.random.default_rng(seed), 4)
     with nodes(tmp_path, faults.config()) as (first, second):
         first.share(keys)
-        tier = tier_of(second)
+        tier = second.tier
         settle = tier._settle
 
         def busy(*halves: int) -> None:
@@ -409,7 +397,7 @@ def test_copies_and_fetches_take_turns(tmp_path: Path, faults: Faults, seed: int
     with nodes(tmp_path, faults.config(staging_nbytes=2 * LAYOUT.object_nbytes), 1) as (node,):
         own = some_keys(rng, 4)
         node.put(own)
-        tier, order = tier_of(node), []
+        tier, order = node.tier, []
         tier._do = lambda work, keys: order.append(work is not None)  # type: ignore[method-assign]
         with tier._changed:
             tier.used(own)

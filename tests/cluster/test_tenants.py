@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import pytest
 from cluster.faulty import SLOW_START_S, Faults, FaultyStore
 from cluster.nodes import PAGES, Node, nodes, until
 
@@ -19,11 +18,6 @@ from tutti.medium.slot_record import tenant_of
 
 TENANTS = ("team-a", "team-b")
 DONE, ABSENT = ValueStatus.DONE, ValueStatus.ABSENT
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    return Faults(tmp_path / "remote")
 
 
 def share(node: Node, keys: Keys, namespace: str) -> None:
