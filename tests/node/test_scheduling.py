@@ -15,6 +15,7 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 import tutti
+from store.policies import DropsLong, Never, OneByOne
 from store.pools import fill, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
 from tutti.gio_uring.job import Job
@@ -35,29 +36,13 @@ WAIT_S = 30.0
 KNOWN = ("cache", "measured", "estimated")
 
 
-class Never:
-    """A policy that launches nothing."""
-
-    def __init__(self, limits: Limits) -> None: ...
-
-    def decide(self, state: State) -> Decision:
-        return Decision()
-
-
-class LayerByLayer(Never):
+class LayerByLayer(OneByOne):
     """Writes go at once; one layer of each load at a time, once those before arrived."""
 
     def decide(self, state: State) -> Decision:
         idle = [load for load in state.unread.values() if load.issued == load.ready]
-        writes = tuple(Issue(w.name, w.issued, 1) for w in state.unwritten.values())
-        return Decision(tuple(Issue(load.name, load.issued, 1) for load in idle), writes)
-
-
-class WritesOnly(LayerByLayer):
-    """A policy that issues no load."""
-
-    def decide(self, state: State) -> Decision:
-        return Decision(writes=super().decide(state).writes)
+        reads = tuple(Issue(load.name, load.issued, 1) for load in idle)
+        return Decision(reads, super().decide(state).writes)
 
 
 class HalfOfEach(Never):
@@ -66,18 +51,6 @@ class HalfOfEach(Never):
     def decide(self, state: State) -> Decision:
         new = [write for write in state.unwritten.values() if not write.issued]
         return Decision(writes=tuple(Issue(w.name, 0, w.pages // 2) for w in new))
-
-
-class DropsLong(Never):
-    """A policy that launches single pages, and gives up the other writes when it is told to."""
-
-    drops = False
-
-    def decide(self, state: State) -> Decision:
-        waiting = state.unwritten.values()
-        writes = tuple(Issue(w.name, 0, 1) for w in waiting if w.pages == 1)
-        long = tuple(w.name for w in waiting if w.pages > 1)
-        return Decision(writes=writes, drops=long if self.drops else ())
 
 
 @pytest.fixture
@@ -164,7 +137,7 @@ def test_layers_are_read_as_they_are_granted(tmp_path: Path, rng: np.random.Gene
 
 
 def test_a_load_that_waits_is_cancelled(tmp_path: Path, rng: np.random.Generator) -> None:
-    with running(tmp_path / "agent") as agent, connect(agent, WritesOnly) as store:
+    with running(tmp_path / "agent") as agent, connect(agent, OneByOne) as store:
         store.allocate_memory(8)
         keys = some_keys(rng, 4)
         assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4

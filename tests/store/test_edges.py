@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from memory_controller import Faults
+from scheduler.drive import Linear
 from waiting import wait_until
 
+from store.policies import OneByOne
 from store.pools import (
     GEOMETRY,
     LAYOUT,
@@ -28,7 +30,6 @@ from store.pools import (
     opened,
     some_keys,
 )
-from store.test_transfer_queue import PROFILE, OneByOne
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -180,7 +181,7 @@ def test_no_transfer_begins_in_memory_that_is_being_unregistered(rng: np.random.
 def test_no_load_that_waits_for_its_turn_begins_in_memory_that_was_unregistered(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = Schedule(PROFILE, policy=OneByOne)
+    schedule = Schedule(Linear(), policy=OneByOne)
     with opened(formatted(), schedule=schedule, timeout_s=0.5) as store:
         store.allocate_memory(4)
         keys, other = some_keys(rng, 2), HostMemory.allocate(LAYOUT, 4)

@@ -10,22 +10,11 @@ from scheduler.drive import Linear
 from waiting import wait_until
 
 import tutti
+from store.policies import OneByOne
 from store.pools import LAYOUT, some_keys
 from tutti.scheduler.dispatcher import Schedule
-from tutti.scheduler.policy import Limits
-from tutti.scheduler.state import Decision, Issue, State
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.store_config import StoreConfig
-
-
-class OneByOne:
-    """A policy that issues a page of each write when it is asked."""
-
-    def __init__(self, limits: Limits) -> None: ...
-
-    def decide(self, state: State) -> Decision:
-        waiting = state.unwritten.values()
-        return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
 
 
 def test_a_put_that_finds_no_space_cuts_no_other_that_is_written_with_it(

@@ -12,8 +12,8 @@ from node.agents import LAYOUT, LOOKUP_S, WAIT_S, start_process
 from scheduler.drive import Linear
 
 import tutti
+from store.policies import OneByOne
 from store.pools import GEOMETRY, fill, formatted, images_of, opened, some_keys
-from store.test_puts_together import OneByOne
 from tutti.cli import main
 from tutti.errors import ConfigError, DeviceTimeout
 from tutti.medium.slot_record import tenant_of

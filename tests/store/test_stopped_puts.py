@@ -11,8 +11,9 @@ from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_idle
 
+from store.policies import Never, OneByOne
 from store.pools import controller_of, fill, formatted, opened, some_keys
-from store.test_transfer_queue import PROFILE, Never, OneByOne, scheduled, writes_between_reads
+from store.test_transfer_queue import PROFILE, scheduled, writes_between_reads
 from tutti.errors import CapacityError
 from tutti.gio_uring.job import Job
 from tutti.scheduler.dispatcher import Schedule

@@ -14,6 +14,7 @@ from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
+from store.policies import DropsLong, Never, OneByOne
 from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.job import Job
@@ -31,28 +32,11 @@ from tutti.transfers.tickets import Outcome, PutResult
 PROFILE = Linear()
 
 
-class Never:
-    """A policy that launches nothing."""
-
-    def __init__(self, limits: Limits) -> None: ...
-
-    def decide(self, state: State) -> Decision:
-        return Decision()
-
-
 class DropAll(Never):
     """A policy that gives up every write."""
 
     def decide(self, state: State) -> Decision:
         return Decision(drops=tuple(write.name for write in state.writes.values()))
-
-
-class OneByOne(Never):
-    """A policy that launches a page each time it is asked."""
-
-    def decide(self, state: State) -> Decision:
-        waiting = state.unwritten.values()
-        return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
 
 
 def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
@@ -96,18 +80,6 @@ def test_drops_are_told_and_counted(rng: np.random.Generator) -> None:
         assert store.put(keys, np.arange(4)).wait(10).dropped == 4
         assert store.match(keys) == 0
         assert store.stats()["dropped"] == 4
-
-
-class DropsLong(Never):
-    """A policy that launches single pages, and gives up the other writes when it is told to."""
-
-    drops = False
-
-    def decide(self, state: State) -> Decision:
-        waiting = state.unwritten.values()
-        writes = tuple(Issue(w.name, 0, 1) for w in waiting if w.pages == 1)
-        long = tuple(w.name for w in waiting if w.pages > 1)
-        return Decision(writes=writes, drops=long if self.drops else ())
 
 
 def test_a_page_that_another_put_brings_meanwhile_is_not_dropped(
