@@ -12,7 +12,7 @@ from pathlib import Path
 
 import linker_engine as engine
 import pytest
-from linker_engine import ahead_pages, damage, names, wait_for
+from linker_engine import damage, names, wait_for
 from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
 from linker_states import KINDS as POOLS
 from linker_states import StatesRig
@@ -48,15 +48,7 @@ def test_pages_come_back_byte_for_byte(
 ) -> None:
     """With the engine `host`: test_linker_gpu.py."""
     with gpu_rig(tmp_path, monkeypatch, kind, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
-        rig.fill(1)
-        want = rig.content(range(3, 13))
-        assert rig.store(names(10), range(3, 13))
-        rig.wipe()
-        assert rig.lookup(names(12)) == 10
-        wait_for(lambda: bool(ahead_pages(rig.linker)) == bool(ahead))
-        target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
-        assert rig.restore(names(10), target)
-        assert rig.content(target) == want
+        rig.round_trip(ahead)
         assert stats_of(rig)["gpu_engine"] == gpu_engine
         assert int(str(stats_of(rig)["gpu_layers"])) >= engine.LAYERS
         assert rig.kernels.commands
@@ -71,11 +63,13 @@ def test_states_and_windows_come_back(
         rig.round_trip()
 
 
-@pytest.mark.parametrize("gpu_engine", KINDS)
+@pytest.mark.parametrize(
+    ("gpu_engine", "ahead"), [*((name, 0.0) for name in ENGINES), ("host", 0.5)]
+)
 def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str, ahead: float
 ) -> None:
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=0.0) as rig:
+    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
         rig.fill(7)
         assert rig.store(names(10), range(10))
         damage(rig.file(tmp_path))
