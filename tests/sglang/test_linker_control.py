@@ -238,22 +238,6 @@ def test_a_failed_attach_leaves_nothing_running(
         assert rig.store(names(2, "new"), range(2))
 
 
-def test_damage_that_read_ahead_finds_makes_a_shorter_hit(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        rig.fill(1)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
-    damage(rig.file(tmp_path))
-    with Rig(tmp_path) as rig:
-        first = rig.lookup(names(8))
-        wait_for(lambda: rig.linker.metrics.snapshot().get("errors", 0) > 0)
-        found = rig.lookup(names(8))
-        assert found < first, "the waiting request looks up again and finds what is whole"
-        if found:
-            assert rig.restore(names(found), range(8, 8 + found))
-            assert rig.content(range(8, 8 + found)) == want[:found]
-
-
 def test_damage_that_fsck_finds_while_detached_costs_no_load(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.fill(1)
