@@ -18,8 +18,6 @@ from tutti.integration.sglang.direct import backlog as backlog_module
 from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 
-pytestmark = pytest.mark.sglang
-
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
