@@ -185,6 +185,23 @@ class Rig:
             return False
         return self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading())
 
+    def round_trip(
+        self, pages: Sequence[int], to: Sequence[int], ahead: float | None = None
+    ) -> None:
+        """Pages leave, and come back into others.
+
+        ahead: the share of staging for what a look-up reads before; None for no look-up.
+        """
+        self.fill(1)
+        want, keys = self.content(pages), names(len(pages))
+        assert self.store(keys, pages)
+        self.wipe()
+        if ahead is not None:
+            assert self.lookup(names(len(pages) + 2)) == len(pages)
+            wait_for(lambda: bool(ahead_pages(self.linker)) == bool(ahead))
+        assert self.restore(keys, to)
+        assert self.content(to) == want
+
 
 def transfer(names: Sequence[str], pages: Sequence[int] | None = None) -> PoolTransfer:
     indices = None

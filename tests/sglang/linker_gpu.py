@@ -15,7 +15,7 @@ import pytest
 import torch
 from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.ringing_kernels import RingingKernels
-from linker_engine import PAGE, Rig, ahead_pages, names
+from linker_engine import PAGE, Rig
 from triton.runtime.interpreter import InterpretedFunction
 
 from tutti.gio_uring.gpu import device_code
@@ -105,18 +105,6 @@ class GpuRig(Rig):
         address = self.driver.device_address(int(word.ctypes.data))
         self.driver.wait_value(stream, address, 1)
         return word
-
-    def round_trip(self, ahead: float) -> None:
-        """Ten pages leave, and come back into others."""
-        self.fill(1)
-        want = self.content(range(3, 13))
-        assert self.store(names(10), range(3, 13))
-        self.wipe()
-        assert self.lookup(names(12)) == 10
-        engine.wait_for(lambda: bool(ahead_pages(self.linker)) == bool(ahead))
-        target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
-        assert self.restore(names(10), target)
-        assert self.content(target) == want
 
     def drain(self) -> None:
         engine.wait_for(lambda: self.driver.is_stream_done(self.streams.forward))

@@ -26,6 +26,8 @@ from tutti.scheduler.profile import estimated_document
 from tutti.scheduler.roofline import GPUS, ModelShape
 
 ENGINES = ("host", *KINDS)
+#: Of 48 pages no two touch.
+SCATTERED = [*range(0, 48, 2), *range(1, 48, 2)]
 #: Options with which 48 pages are stored and loaded as one transfer each.
 WIDE = {
     "read_ahead_share": 0.0,
@@ -48,7 +50,7 @@ def test_pages_come_back_byte_for_byte(
 ) -> None:
     """With the engine `host`: test_linker_gpu.py."""
     with gpu_rig(tmp_path, monkeypatch, kind, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
-        rig.round_trip(ahead)
+        rig.round_trip(range(3, 13), [40, 20, 21, 22, 60, 1, 2, 30, 31, 5], ahead)
         assert stats_of(rig)["gpu_engine"] == gpu_engine
         assert int(str(stats_of(rig)["gpu_layers"])) >= engine.LAYERS
         assert rig.kernels.commands
@@ -184,11 +186,7 @@ def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
         assert stats["gpu_engine"] == chosen
         assert why in str(stats["gpu_engine_reason"])
         assert "tier T0" in str(stats["gpu_engine_reason"])
-        rig.fill(1)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
-        assert rig.restore(names(4), range(8, 12))
-        assert rig.content(range(8, 12)) == want
+        rig.round_trip(range(4), range(8, 12))
     lines = [r.getMessage() for r in caplog.records if "GPU engine" in r.getMessage()]
     assert len(lines) == 1 and chosen in lines[0] and why in lines[0]
 
@@ -202,12 +200,11 @@ def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
         want = rig.content(range(48))
         assert rig.store(names(8), range(8))
         assert stats_of(rig)["gpu_kernel_jobs"] == 0
-        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))  # no two pages touch
-        assert rig.store(names(48, "many"), scattered)
+        assert rig.store(names(48, "many"), SCATTERED)
         stored = int(str(stats_of(rig)["gpu_kernel_jobs"]))
         assert stored >= 1
         rig.wipe()
-        assert rig.restore(names(48, "many"), scattered)
+        assert rig.restore(names(48, "many"), SCATTERED)
         assert stats_of(rig)["gpu_kernel_jobs"] == stored + 1
         assert rig.content(range(48)) == want
         assert "auto" in str(stats_of(rig)["gpu_mover"])
@@ -229,13 +226,7 @@ def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
         assert ("4 CUDA streams have no hardware queue" in caplog.text) == (connections == "4")
         assert ("no hardware queue" in caplog.text) == (connections == "4")
         assert stats_of(rig)["gpu_streams"] == streams
-        rig.fill(1)
-        want = rig.content(range(48))
-        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))
-        assert rig.store(names(48), scattered)
-        rig.wipe()
-        assert rig.restore(names(48), scattered)
-        assert rig.content(range(48)) == want
+        rig.round_trip(SCATTERED, SCATTERED)
 
 
 def test_without_device_code_short_fragments_go_by_copy_engines(
@@ -246,13 +237,7 @@ def test_without_device_code_short_fragments_go_by_copy_engines(
 
     monkeypatch.setattr(KernelShare, "__init__", refused)
     with gpu_rig(tmp_path, monkeypatch, **WIDE) as rig:
-        rig.fill(1)
-        want = rig.content(range(48))
-        scattered = list(range(0, 48, 2)) + list(range(1, 48, 2))
-        assert rig.store(names(48), scattered)
-        rig.wipe()
-        assert rig.restore(names(48), scattered)
-        assert rig.content(range(48)) == want
+        rig.round_trip(SCATTERED, SCATTERED)
         assert stats_of(rig)["gpu_mover"] == "copy-batch"
 
 

@@ -35,15 +35,6 @@ def staging_of(rig: GpuRig) -> tuple[int, str]:
     return int(stats["gpu_staging_nbytes"]) // 2, str(stats["gpu_staging_reason"])
 
 
-def round_trip(rig: GpuRig) -> None:
-    rig.fill(1)
-    want = rig.content(ALL)
-    assert rig.store(names(48), ALL)
-    rig.wipe()
-    assert rig.restore(names(48), ALL)
-    assert rig.content(ALL) == want
-
-
 @pytest.mark.parametrize("gpu_engine", ["host", KINDS[0]])
 @pytest.mark.parametrize("pages", [4, 32])
 def test_staging_holds_two_loads_of_the_longest_context(
@@ -66,7 +57,7 @@ def test_staging_holds_two_loads_of_the_longest_context(
         assert 2 * layers < nbytes <= 2 * (layers + (16 << 10))
         assert f"enough for 4 layers of two transfers of {pages * PAGE} tokens" in reason
         if gpu_engine == "host":
-            round_trip(rig)  # any number of pages
+            rig.round_trip(ALL, ALL)  # any number of pages
     lines = [r.getMessage() for r in caplog.records if "; staging: " in r.getMessage()]
     assert len(lines) == 1 and reason in lines[0]
 
@@ -85,7 +76,7 @@ def test_staging_is_bounded_by_the_nodes_memory_and_by_the_least(
         nbytes, reason = staging_of(rig)
         assert nbytes == expected
         assert ("not enough" in reason) == (expected < 8 << 20)
-        round_trip(rig)
+        rig.round_trip(ALL, ALL)
 
 
 def test_ranks_load_as_much_whatever_is_free_when_they_start(
@@ -121,7 +112,7 @@ def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
     options = {"gpu_staging": "144KiB", "profile": "off", "backlog_share": 1.0}
     with gpu_rig(tmp_path, monkeypatch, **options) as rig:
         monkeypatch.setattr(MovedJob, "_put_layer", noted)
-        round_trip(rig)
+        rig.round_trip(ALL, ALL)
     assert sorted(read) == list(range(engine.LAYERS))
     assert len(read[0]) >= 8, "chunks"
     assert not any(read[0]), "layer 0 is in its pages, and no chunk has its last layer"

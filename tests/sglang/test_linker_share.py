@@ -13,7 +13,6 @@ from typing import Any
 import linker_engine as engine
 import pytest
 from gio_uring.kernel_stand_in import Kernels
-from linker_engine import names
 from linker_gpu import GpuRig, stand_in_gpu
 
 from tutti.gio_uring.gpu import device_code
@@ -66,15 +65,6 @@ def rig_of(
         assert driver._greens == {}, "not released"
 
 
-def moves(rig: GpuRig) -> None:
-    rig.fill(1)
-    want = rig.content(range(3, 9))
-    assert rig.store(names(6), range(3, 9))
-    rig.wipe()
-    assert rig.restore(names(6), [40, 20, 21, 22, 60, 1])
-    assert rig.content([40, 20, 21, 22, 60, 1]) == want
-
-
 @pytest.mark.parametrize(
     ("gb_per_s_of_one", "sms", "expected"),
     [
@@ -95,7 +85,7 @@ def test_the_mover_has_as_many_multiprocessors_as_the_profile_says(
         assert rig.driver.calls["cuGreenCtxStreamCreate"] == 2, "one for each direction"
         share, (mover,) = rig.linker._gpu.share, rig.linker._gpu._engines
         assert {mover._loads.stream, mover._stores.stream} == set(share.partition.streams)
-        moves(rig)
+        rig.round_trip(range(3, 9), [40, 20, 21, 22, 60, 1])
         assert set(grids) == {expected}
 
 
@@ -103,7 +93,7 @@ def test_without_a_profile_streams_are_ordinary_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rig_of(tmp_path, monkeypatch, None) as (rig, grids):
-        moves(rig)
+        rig.round_trip(range(3, 9), [40, 20, 21, 22, 60, 1])
         assert "cuGreenCtxCreate" not in rig.driver.calls
         assert set(grids) == {16}
     assert "profile is off" in caplog.text
@@ -116,7 +106,7 @@ def test_a_driver_that_refuses_costs_the_partition_alone(
     few = SmResource(14, 8, 8) if call == "sms" else None
     refused = "" if few else call
     with rig_of(tmp_path, monkeypatch, profile(0.5), few, refused) as (rig, grids):
-        moves(rig)
+        rig.round_trip(range(3, 9), [40, 20, 21, 22, 60, 1])
         assert not rig.linker._gpu.share.partition.is_partition
         assert set(grids) == {16 if few else 32}, "as few blocks as it would have had"
     assert "no partition of multiprocessors" in caplog.text
