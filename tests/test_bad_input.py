@@ -446,6 +446,7 @@ def test_pages_outside_the_registered_pool(path: Path) -> None:
             for pages in ([0, 4], [-1, 0], [0, 2**32]):
                 refuses(PageRangeError, "0 to 3", lambda c=call, p=pages: c(keys, p))
             refuses(ConfigError, "one page per key", lambda call=call: call(keys, [0]))
+            refuses(PageRangeError, "integers", lambda call=call: call(keys, [0.5, 1.0]))
         missing = as_rows([b"y" * 16])
         refuses(KeyMissing, r"ask match\(\)", lambda: store.load(missing, [0]))
 
@@ -459,11 +460,6 @@ def test_keys_of_the_wrong_size(path: Path) -> None:
             for call in both(store):
                 refuses(KeySizeError, r"pass", lambda keys=keys, call=call: call(keys, [0]))
         refuses(KeySizeError, "parent", lambda: store.put(as_rows(KEYS[:1]), [0], parent=b"x"))
-
-
-def test_settings(path: Path) -> None:
-    for options in ({"verify": "maybe"}, {"durability": "some"}, {"executor": "magic"}):
-        refuses(ConfigError, r"use (one of )?", lambda o=options: tutti.store.open(path, **o))
 
 
 @pytest.mark.parametrize("does_close", [False, True])

@@ -43,7 +43,7 @@ from tutti.medium.geometry import Geometry
 from tutti.medium.superblock import Superblock, choose_superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Schedule
-from tutti.transfers.tickets import LoadProgress, LoadTicket, PutTicket
+from tutti.transfers.tickets import LoadProgress, LoadTicket
 
 TABLE_LBA = GEOMETRY.table_offset // 4096
 
@@ -368,30 +368,6 @@ def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
         assert store.match(keys) == 4
 
 
-def test_a_callback_that_raises_hurts_nobody(rng: np.random.Generator) -> None:
-    with opened(formatted()) as store:
-        store.allocate_memory(8)
-
-        def bad(*_: PutTicket) -> None:
-            raise RuntimeError("a user's mistake")
-
-        keys = some_keys(rng, 2)
-        ticket = store.put(keys, [0, 1])
-        ticket.on_done(bad)
-        assert ticket.wait(5).stored == 2
-        ticket.on_done(bad)
-        loaded = store.load(keys, [2, 3])
-        loaded.on_settled(bad)
-        assert loaded.wait_settled(5)
-        loaded.on_settled(bad)
-        store.clear()
-        assert store._core.in_flight == 0
-
-    waits = LoadProgress(1, 1)
-    waits.on_settled(bad)
-    waits.settle()
-
-
 def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
     store = opened(formatted())
     store.allocate_memory(8)
@@ -405,16 +381,6 @@ def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
         assert store.match(keys, proven=True) == 8
         with pytest.raises(ConfigError, match="no memory is registered"):
             store.put(keys, np.arange(8))
-
-
-def test_a_page_for_two_keys_is_refused(rng: np.random.Generator) -> None:
-    with opened(formatted()) as store:
-        store.allocate_memory(4)
-        keys = some_keys(rng, 2)
-        store.put(keys, [0, 1]).wait(5)
-        with pytest.raises(ConfigError, match="named twice"):
-            store.load(keys, [2, 2])
-        assert store.match(keys) == 2
 
 
 def test_look_ups_go_on_during_a_clear(rng: np.random.Generator) -> None:

@@ -17,14 +17,7 @@ from store.pools import (
     opened,
     some_keys,
 )
-from tutti.errors import (
-    ConfigError,
-    KeyMissing,
-    KeySizeError,
-    PageRangeError,
-    PoolClosed,
-    PoolMismatch,
-)
+from tutti.errors import ConfigError, KeyMissing, PageRangeError, PoolClosed
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import PAGE_FIRST_DIRECT, HostMemory
@@ -106,19 +99,6 @@ def test_memory_has_a_whole_number_of_pages(pages: Any) -> None:
             make()
 
 
-def test_prefixes_and_gaps(rng: np.random.Generator) -> None:
-    with opened(formatted()) as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 8)
-        store.put(keys[:3], [0, 1, 2]).wait(5)
-        store.put(keys[5:], [5, 6, 7]).wait(5)
-        assert store.match(keys) == 3
-        assert store.match(keys[5:]) == 3
-        assert store.match(keys[3:]) == 0
-        with pytest.raises(KeyMissing, match="key 3 of 8"):
-            store.load(keys, np.arange(8))
-
-
 def test_a_key_is_stored_once(rng: np.random.Generator) -> None:
     with opened(formatted()) as store:
         pool = store.allocate_memory(8)
@@ -131,32 +111,6 @@ def test_a_key_is_stored_once(rng: np.random.Generator) -> None:
         assert (again.stored, again.present) == (0, 4)
         store.load(keys, [4, 5, 6, 7]).wait(5)
         assert [pool.read(page) for page in range(4, 8)] == contents
-
-
-def test_bad_arguments_change_nothing(rng: np.random.Generator) -> None:
-    with opened(formatted()) as store:
-        keys = some_keys(rng, 2)
-        with pytest.raises(ConfigError, match="register"):
-            store.put(keys, [0, 1])
-        store.allocate_memory(4)
-        with pytest.raises(KeySizeError, match="key 1"):
-            store.match([b"x" * 16, b"short"])
-        for pages in ([0, 4], [-1, 0]):
-            with pytest.raises(PageRangeError, match="outside the registered memory"):
-                store.put(keys, pages)
-            with pytest.raises(PageRangeError, match="outside the registered memory"):
-                store.load(keys, pages)
-        with pytest.raises(PageRangeError, match="integers"):
-            store.put(keys, [0.5, 1.0])
-        with pytest.raises(ConfigError, match="2 keys and 1 pages"):
-            store.put(keys, [0])
-        with pytest.raises(KeySizeError, match="parent"):
-            store.put(keys, [0, 1], parent=b"short")
-        with pytest.raises(ConfigError, match="depth"):
-            store.put(keys, [0, 1], depth=-1)
-        with pytest.raises(PoolMismatch, match="layout"):
-            store.register(HostMemory.allocate(SHAPES["mla"], 2))
-        assert store.stats()["slots"]["free"] == GEOMETRY.slots
 
 
 def test_churn_keeps_the_books(rng: np.random.Generator) -> None:
