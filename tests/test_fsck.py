@@ -409,14 +409,6 @@ def test_repair_of_every_object(pool: tuple[str, Geometry]) -> None:
     assert_holds(path, [])
 
 
-def test_repair_of_a_pool_that_others_can_write(pool: tuple[str, Geometry]) -> None:
-    """Opening it to serve its objects is refused; repair serves nothing."""
-    path, geometry = pool
-    flip_payload(path, geometry, KEYS[0])
-    os.chmod(path, 0o666)
-    assert repair([path], check(path), progress).quarantined == 1
-
-
 def test_the_command_mends_a_pool_that_others_can_write(
     pool: tuple[str, Geometry], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

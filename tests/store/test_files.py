@@ -223,13 +223,9 @@ def test_close_leaves_nothing_behind(
         assert store.match(keys) == 12
 
 
-@pytest.mark.parametrize(
-    ("executor", "message"),
-    [("swift", "use one of auto"), ("passthrough", "not an NVMe generic device")],
-)
-def test_a_wrong_executor_leaves_no_file(executor: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tutti.open(tmp_path / "pool", LAYOUT, 12 << 20, executor=executor)
+def test_a_wrong_executor_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not an NVMe generic device"):
+        tutti.open(tmp_path / "pool", LAYOUT, 12 << 20, executor="passthrough")
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from store.pools import (
     opened,
     some_keys,
 )
-from tutti.errors import CapacityError, KeyMissing
+from tutti.errors import CapacityError
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
@@ -132,20 +132,6 @@ def test_a_put_longer_than_the_pool_keeps_its_prefix(
             result = store.put(keys, np.arange(3 * slots)).wait(20)
             assert (result.stored, result.dropped) == (slots, 2 * slots)
             assert store.match(keys) == slots
-
-
-@pytest.mark.parametrize("schedule", [None, Schedule(Linear())])
-def test_a_load_of_100_000_keys(rng: np.random.Generator, schedule: Schedule | None) -> None:
-    with opened(formatted(), schedule=schedule, verify="off", timeout_s=20.0) as store:
-        pool = store.allocate_memory(8)
-        contents = fill(pool, range(4), rng)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(20)
-        store.load(np.tile(keys, (25_000, 1)), np.tile(np.arange(4, 8), 25_000)).wait(60)
-        assert [pool.read(page) for page in range(4, 8)] == contents
-        with pytest.raises(KeyMissing):
-            store.load(some_keys(rng, 100_000), np.arange(100_000) % 8)
-        store.load(keys, np.arange(4)).wait(20)
 
 
 def test_records_follow_their_data_while_a_callback_runs(rng: np.random.Generator) -> None:
