@@ -180,6 +180,11 @@ class MemoryController(controller_memory.MemoryController):
         self._check_open()
         self._lib.gio_memory_controller_release(self.handle)
 
+    def recover(self) -> None:
+        """End all faults, and the stall."""
+        self.set_faults(None)
+        self.release()
+
     def power_cut(self, seed: int) -> None:
         """Lose or tear any subset of the writes since the last flush; FUA writes survive.
 

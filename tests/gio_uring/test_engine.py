@@ -158,8 +158,7 @@ def test_cancel_ends_a_job(rig: Rig) -> None:
     rig.controller.set_faults(Faults(stall_from=1))
     job = rig.submit(OPCODE_READ, list(range(PAGES)), timeout_s=30.0)
     job.cancel()
-    rig.controller.set_faults(Faults())
-    rig.controller.release()
+    rig.controller.recover()
     assert job.wait_released(5)
 
 
@@ -336,8 +335,7 @@ def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             rig.submit(OPCODE_WRITE, [0, 1, 2])
     assert len(rig.engine._jobs) == 1
-    rig.controller.set_faults(None)
-    rig.controller.release()
+    rig.controller.recover()
     released = threading.Event()
     job = rig.submit(OPCODE_WRITE, [3, 4, 5])
     job.on_released(lambda _: released.set())

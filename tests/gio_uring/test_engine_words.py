@@ -116,8 +116,7 @@ def test_a_dead_controller_releases_every_layer(rig: Rig) -> None:
     assert rig.ready() == [True] * LAYERS
     assert rig.statuses()[2:] == [STATUS_TIMED_OUT] * (LAYERS - 2)
     assert not job.report().released  # the device may still write there
-    rig.controller.set_faults(None)
-    rig.controller.release()
+    rig.controller.recover()
     assert job.wait_released(5)
 
 

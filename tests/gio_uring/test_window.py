@@ -330,7 +330,6 @@ def test_a_load_does_not_wait_for_a_store_that_begins_slowly(make) -> None:  # t
     wait_until(lambda: issued() == 1)
     load, _ = rig.submit(1)
     wait_until(lambda: issued() > LAYERS)
-    rig.controller.set_faults(Faults())
-    rig.controller.release()
+    rig.controller.recover()
     assert load.wait_released(20)
     assert store.wait_released(20)

@@ -69,8 +69,7 @@ def stays_open(rig: Rig) -> None:
 
 def recovers(rig: Rig, want: list[bytes]) -> None:
     """The medium answers again, and a probe reads an object."""
-    rig.stored_pool.store.controller.set_faults(None)
-    rig.stored_pool.store.controller.release()
+    rig.stored_pool.store.controller.recover()
     wait_for(lambda: rig.lookup(names(4)) == 4)
     assert rig.restore(names(4), range(20, 24))
     assert rig.content(range(20, 24)) == want
@@ -116,8 +115,7 @@ def test_requests_try_when_all_that_was_known_is_gone(
 ) -> None:
     with restarted(tmp_path, monkeypatch) as (rig, _):
         assert not rig.restore(names(4), range(20, 24)), "503"
-        rig.stored_pool.store.controller.set_faults(None)
-        rig.stored_pool.store.controller.release()
+        rig.stored_pool.store.controller.recover()
         rig.linker.clear()
         wait_for(lambda: rig.stored_pool.reads.closed)
 

@@ -181,7 +181,6 @@ def test_a_flush_fails_while_the_device_may_read_pages(
         assert rig.offload(names(4), range(4))
         with pytest.raises(DeviceTimeout, match="restart the server"):
             rig.linker.reset()
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         rig.linker.reset()
         assert rig.linker.backlog.locked == 0

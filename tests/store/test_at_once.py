@@ -160,8 +160,7 @@ def test_a_record_that_is_written_late_replaces_no_other(rng: np.random.Generato
             store.catalogue.pin(keys[:1])
         with pytest.raises(DeviceTimeout, match="still being transferred"):
             store.catalogue.delete(keys[:1], timeout_s=0.1)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         wait_until(lambda: store._core.in_flight == 0)
         assert store.catalogue.delete(keys[:1]) == 1
         contents = fill(store._resources.memories[0], [0], rng)

@@ -54,8 +54,7 @@ def test_puts_and_loads_do_not_wait_for_proofs(rng: np.random.Generator) -> None
             time.sleep(0.001)
         load.wait(10)
         assert put.wait(10).stored == 4
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         prover.join(20.0)
         assert not prover.is_alive()
         assert store.stats()["proven"] == 8
@@ -96,8 +95,7 @@ def test_a_load_ahead_goes_behind_puts_until_something_waits_for_it(
                 load.wait_layer(0, 0.01)
             scheduler.run_due()
             assert not scheduler.state.background and not scheduler.state.background_ns
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         assert put.wait(10).stored == 4
         assert load.wait_settled(20.0)
         assert [pool.read(page) for page in range(8, 16)] == contents

@@ -68,8 +68,7 @@ def test_a_callback_cannot_close_the_store_that_calls_it(
         store.put(some_keys(rng, 2), [2, 3]).on_done(close)
     else:
         store.load(keys, [2, 3]).on_settled(close)
-    controller.set_faults(None)
-    controller.release()
+    controller.recover()
     assert called.wait(10)
     assert [type(error) for error in raised] == [ConfigError]
     works(store, rng)
@@ -88,15 +87,13 @@ def test_callbacks_of_tickets(rng: np.random.Generator, kind: type[BaseException
     put.on_done(raising(kind))
     called: list[PutTicket] = []
     put.on_done(called.append)
-    controller.set_faults(None)
-    controller.release()
+    controller.recover()
     assert put.wait(10).stored == 2
     put.on_done(raising(ValueError))  # at once
     controller.set_faults(Faults(stall_from=1))
     load = store.load(keys, [2, 3])
     load.on_settled(raising(kind))
-    controller.set_faults(None)
-    controller.release()
+    controller.recover()
     load.wait(10)
     assert load.wait_settled(10)
     load.on_settled(raising(ValueError))
@@ -152,8 +149,7 @@ def test_eviction_policies(rng: np.random.Generator, kind: type[BaseException], 
         first = store.put(some_keys(rng, 1), [0])
         policy.kind = kind
         held_back = [store.put(some_keys(rng, 3), [0] * 3) for _ in range(3)]
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         first.wait(10)
         for ticket in held_back:
             with pytest.raises(MediumError, match="put of 3 objects"):
@@ -183,8 +179,7 @@ def test_a_policy_that_raises_in_the_middle_of_a_put_ends_only_the_rest(
     policy.kind, keys = kind, some_keys(rng, 12)
     ticket = store.put(keys, range(12))
     assert not ticket.done, "the device still reads the pages of the first batch"
-    controller.set_faults(None)
-    controller.release()
+    controller.recover()
     with pytest.raises(MediumError, match="put of 8 objects"):
         ticket.wait(10)
     assert store.match(keys) == 4

@@ -110,8 +110,7 @@ def test_a_put_keeps_nothing_of_the_callers_arrays(rng: np.random.Generator) -> 
         held_pages = np.array([2], np.uint32)
         tickets.append(store.put(held, held_pages))  # held back, because a put is under way
         mine[:], pages[:], held_pages[:] = other, 3, 3
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         for ticket in tickets:
             ticket.wait(5)
         after = images_of(controller)
@@ -145,8 +144,7 @@ def test_memory_is_unregistered_beside_transfers_of_other_memory(
             store.unregister(unused)
         with pytest.raises(DeviceTimeout, match="stays registered"):
             store.unregister(used)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         if kind != "load":
             assert tickets[-1].wait_ended(5)
         tickets.append(store.load(keys, [2, 3], memory=used))  # as before
@@ -172,8 +170,7 @@ def test_no_transfer_begins_in_memory_that_is_being_unregistered(rng: np.random.
                 with pytest.raises(ConfigError, match="being unregistered"):
                     start(*given, memory=used)
             ticket = store.load(keys, range(2), memory=other)
-            controller.set_faults(None)
-            controller.release()
+            controller.recover()
             over.result(5)
         ticket.wait(5)
 
@@ -239,8 +236,7 @@ def test_records_come_before_data(rng: np.random.Generator) -> None:
         controller.set_faults(Faults(stall_from=data_commands // LAYOUT.layers + 4))
         ticket = store.load(keys, np.arange(192))  # returns when the digests are known
         ticket.wait_layer(0, 5)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         ticket.wait(5)
 
 
@@ -445,7 +441,6 @@ def test_a_load_ahead_comes_after_one_that_is_waited_for(
                 keys[first : first + 8], np.arange(first, first + 8), ahead=is_ahead
             )
             ticket.on_settled(partial(ended.append, name))
-        controller.set_faults(Faults())
-        controller.release()
+        controller.recover()
         assert store._core.wait_quiet(10)
         assert ended == (["second", "first"] if ahead else ["first", "second"])

@@ -262,8 +262,7 @@ def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
         assert not store._core.allocator.is_free(writing).any()
     assert pool.read(16) == bytes(LAYOUT.object_nbytes)
 
-    controller.set_faults(Faults())
-    controller.release()
+    controller.recover()
     assert load.wait_settled(5)
     # The device wrote now, which is why nothing could be handed out before.
     assert pool.read(16) == contents[0]
@@ -311,8 +310,7 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
             store.load(keys, np.arange(16, 20))
         assert not caught.value.wait_settled(0.1)
         assert (store._core.index.pins[slots] == 1).all()
-    controller.set_faults(Faults())
-    controller.release()
+    controller.recover()
     if not proof:
         assert caught.value.wait_settled(5)
         assert pool.read(16) == contents[0]

@@ -347,8 +347,7 @@ def test_lookups_miss_while_recovery_runs(rng: np.random.Generator) -> None:
     store = opened(images, controller=controller)
     assert store.match(keys) == 0
     assert not store.recovered
-    controller.release()
-    controller.set_faults(Faults())
+    controller.recover()
     with store:
         check_all(store, keys, contents)
 

@@ -45,8 +45,7 @@ def test_tails_of_many_chains_share_a_batch(rng: np.random.Generator) -> None:
         first = store.put(keys[:1], [0])
         tails = [store.put(keys[i : i + 1], [i]) for i in range(1, 12)]
         assert not any(ticket.done for ticket in tails)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         assert first.wait(5).stored == 1
         assert [ticket.wait(5).stored for ticket in tails] == [1] * 11
         assert store.stats()["jobs"] < 12 + 4
@@ -65,8 +64,7 @@ def test_a_chain_of_tails_is_one_run(rng: np.random.Generator) -> None:
         for i in range(4):
             parent = keys[i - 1].tobytes() if i else None
             tickets.append(store.put(keys[i : i + 1], [i], parent=parent, depth=i))
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         for ticket in tickets:
             assert ticket.wait(5).stored == 1
         assert store.load(keys, [4, 5, 6, 7]).wait_settled(5)
@@ -82,8 +80,7 @@ def test_each_put_learns_its_own_outcome(rng: np.random.Generator) -> None:
         again = store.put(keys[:1], [1])
         fresh = store.put(keys[1:3], [1, 2])
         twice = store.put(keys[2:4], [3, 4])
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         assert again.wait(5).present == 1
         assert fresh.wait(5).stored == 2
         result = twice.wait(5)
@@ -113,8 +110,7 @@ def test_close_writes_what_is_held(rng: np.random.Generator) -> None:
     store.allocate_memory(8)
     keys = some_keys(rng, 3)
     tickets = [store.put(keys[i : i + 1], [i]) for i in range(3)]
-    controller.set_faults(None)
-    controller.release()
+    controller.recover()
     store.close()
     assert [ticket.wait(1).stored for ticket in tickets] == [1, 1, 1]
 
@@ -142,8 +138,7 @@ def test_records_follow_their_data_while_a_callback_runs(rng: np.random.Generato
         keys, free, runs = some_keys(rng, 2), threading.Event(), threading.Event()
         first = store.put(keys[:1], [0])
         first.on_done(lambda _: (runs.set(), free.wait(20)))
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         try:
             assert runs.wait(10)
             second = store.put(keys[1:], [1])

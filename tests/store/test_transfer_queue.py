@@ -415,8 +415,7 @@ def interleaved(policy: Callable[[Limits], Any], rng: np.random.Generator) -> in
             assert [put.wait(10).stored for put in puts] == [4] * 4
             scheduler.post(StepEnded(scheduler.now_ns()))
             found += writes_between_reads(trace)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
     return found
 
 

@@ -93,8 +93,7 @@ def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> 
         store.put(keys, np.arange(4)).wait(10)
         controller.set_faults(Faults(stall_from=1))
         tickets = [store.load(keys[at : at + 2], [at, at + 1]) for at in (0, 2)]
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         for ticket in tickets:
             ticket.wait(10)
         assert [one.at_once for one in seen if isinstance(one, LoadKnown)] == [True, False]

@@ -46,8 +46,7 @@ def test_a_short_put_does_not_wait_for_a_long_one_that_stopped(
         wait_until(lambda: bool(store._queue._held))
         load = store.load(keys, np.arange(30, 34))
         wait_until(lambda: not store._queue._held)  # though all batches under way stand still
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         load.wait(10)
         assert all(put.wait(10).stored for put in puts)
 
@@ -92,8 +91,7 @@ def test_a_put_behind_a_long_one_that_stopped_gets_staging(
         wait_until(lambda: len(state.writes) == 2)
         load = store.load(keys, np.arange(40, 44))
         wait_until(lambda: bool(state.loads) and not state.running_on)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         load.wait(10)
         assert [put.result(10).wait(10).stored for put in puts] == [LONG, pages]
         store._queue.stop(10.0)
@@ -149,8 +147,7 @@ def test_parts_that_wait_are_written_when_the_store_closes(
         put = store.put(some_keys(rng, LONG), np.arange(LONG))
         closed = others.submit(store.close)
         wait_until(lambda: store._queue._stopping)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         closed.result(20)
         assert put.wait(10).stored == LONG
 
@@ -171,8 +168,7 @@ def test_of_a_part_that_cannot_be_started_the_waiting_ones_fail_too(
         monkeypatch.setattr(store._writer, "put", started)
         controller.set_faults(Faults(stall_from=1))
         put = store.put(some_keys(rng, LONG), np.arange(LONG))
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         with pytest.raises(TuttiError):
             put.wait(10)
         assert put.failed().tolist() == list(range(2 * OPEN_PARTS_MAX, LONG))
@@ -271,8 +267,7 @@ def test_blocks_of_expired_objects_whose_records_took_long_are_given_back(
             store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
         wait_until(lambda: len(found) > 2 and found[-2].size + found[-1].size == 0)
         assert store._reclaimer.busy
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         wait_until(lambda: store.stats()["deallocated_nbytes"] > 0)
         assert len(store) == 0
 
@@ -301,8 +296,7 @@ def test_parts_are_begun_in_the_order_in_which_the_scheduler_heard_of_their_puts
         state = store.scheduler.state
         wait_until(lambda: len(state.writes) == 3)
         assert list(store._queue._puts) == list(state.writes)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         assert [put.wait(10).stored for put in puts] == [LONG] * 3
 
 
@@ -312,8 +306,7 @@ def test_long_puts_end_on_a_drive_that_does_not_answer(rng: np.random.Generator,
         controller.set_faults(Faults(stall_from=1))
         puts = [store.put(some_keys(rng, LONG), range(LONG)) for _ in range(2)]
         wait_until(lambda: puts[1].done)
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         for put in puts:
             with pytest.raises(TuttiError):
                 put.wait(10)

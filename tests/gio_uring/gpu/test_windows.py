@@ -179,16 +179,14 @@ def traced(policy: Any, rng: np.random.Generator, *, is_due: bool) -> Any:
             ticket = rig.store.load(keys[::2], list(range(8, 12)), batch="due")
             puts += [rig.store.put(some_keys(rng, 2), both) for both in pages[before:]]
             ticket.wait(20)
-            controller.set_faults(None)
-            controller.release()
+            controller.recover()
             assert [each.wait(20).stored for each in puts] == [2] * 4
         finally:
             over.set()
             answering.join(10)
         if is_due:
             scheduler.post(StepEnded(scheduler.now_ns()))
-        controller.set_faults(None)
-        controller.release()
+        controller.recover()
         assert [rig.pool.read(8 + n) for n in range(4)] == contents[::2]
         return trace
 
