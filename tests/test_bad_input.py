@@ -16,7 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crash.objects import as_rows, check_usable, content_of, load_present, make_files
+from crash.objects import (
+    as_rows,
+    check_usable,
+    content_of,
+    load_present,
+    make_files,
+    put_objects,
+)
 from slot_addresses import slot_lba
 
 import tutti.store
@@ -87,15 +94,7 @@ def path(tmp_path: Path) -> Path:
 
 def put_all(paths: list[Path]) -> None:
     with tutti.store.open(paths) as store:
-        put_into(store)
-
-
-def put_into(store: ObjectStore) -> None:
-    pool = store.allocate_memory(len(KEYS), hugepages=False)
-    for page, key in enumerate(KEYS):
-        pool.write(page, content_of(key))
-    assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(10).stored == len(KEYS)
-    store.unregister(pool)
+        put_objects(store, KEYS)
 
 
 def several(folder: Path, count: int = 3) -> list[Path]:
@@ -474,7 +473,7 @@ def test_two_make_one_pool(
         def come_first(*arguments: object, **options: object) -> object:
             patch.undo()
             winners.append(tutti.store.open(path, LAYOUT, "64MiB"))
-            put_into(winners[0])
+            put_objects(winners[0], KEYS)
             if does_close:
                 winners[0].close()
             return pool_format.reserve_file(*arguments, **options)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crash.objects import as_rows, content_of, make_files
+from crash.objects import load_present, make_files, put_objects
 
 import tutti.store
 from store.pools import GEOMETRY, LAYOUT
@@ -36,23 +36,16 @@ def path(tmp_path: Path) -> str:
 
 def put(path: str, keys: list[bytes]) -> None:
     with tutti.store.open(path) as store:
-        memory = store.allocate_memory(len(keys), hugepages=False)
-        for page, key in enumerate(keys):
-            memory.write(page, content_of(key))
-        assert store.put(as_rows(keys), np.arange(len(keys))).wait(10).stored == len(keys)
+        put_objects(store, keys)
 
 
 def present(path: str, keys: list[bytes]) -> int:
     """How many of the keys load, each with the right bytes."""
     with tutti.store.open(path) as store:
         store.wait_recovered(10)
-        n = int(np.count_nonzero(store.present(as_rows(keys))))
-        if n:
-            memory = store.allocate_memory(n, hugepages=False)
-            found = [key for key in keys if store.match([key])]
-            store.load(found, np.arange(n)).wait(10)
-            assert [memory.read(page) for page in range(n)] == [content_of(key) for key in found]
-        return n
+        found, damaged = load_present(store, keys)
+        assert not damaged
+        return len(found)
 
 
 def superblock(path: str) -> Superblock:

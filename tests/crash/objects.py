@@ -62,6 +62,18 @@ def when_unlocked(opening: Callable[[], ObjectStore]) -> ObjectStore:
     return opening()
 
 
+def put_objects(store: ObjectStore, keys: Sequence[bytes]) -> None:
+    """Stores new objects, from memory that is registered for that."""
+    memory = store.allocate_memory(len(keys), hugepages=False)
+    try:
+        for page, key in enumerate(keys):
+            memory.write(page, content_of(key))
+        result = store.put(as_rows(keys), np.arange(len(keys)), memory=memory).wait(20)
+        assert result.stored == len(keys), f"{result}, slots {store.stats()['slots']}"
+    finally:
+        store.unregister(memory)
+
+
 def load_present(store: ObjectStore, keys: Sequence[bytes]) -> tuple[set[bytes], set[bytes]]:
     """Which of `keys` load and which are there but damaged; fails on a key with other bytes."""
     present = [key for key in keys if store.match(as_rows([key])) == 1]
@@ -103,10 +115,5 @@ def check_books(store: ObjectStore) -> None:
 
 def check_usable(store: ObjectStore, keys: Sequence[bytes]) -> None:
     """New objects can be stored and read back."""
-    pool = store.allocate_memory(len(keys), hugepages=False)
-    for page, key in enumerate(keys):
-        pool.write(page, content_of(key))
-    result = store.put(as_rows(keys), np.arange(len(keys))).wait(20)
-    assert result.stored == len(keys), f"{result}, slots {store.stats()['slots']}"
-    store.unregister(pool)
+    put_objects(store, keys)
     assert load_present(store, keys) == (set(keys), set())

@@ -10,9 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from crash.objects import as_rows, content_of
+from crash.objects import put_objects
 from loop_devices import loop_devices
 from test_bad_input import output_as_nobody
 from test_sglang_front_door import IDENTITY, SHAPE
@@ -38,7 +37,7 @@ from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
 CAPACITY = 24 * MiB
-KEYS = as_rows([bytes([i]) * 16 for i in range(8)])
+KEYS = [bytes([i]) * 16 for i in range(8)]
 SHAPED = ["--model=m", "--layers=4", "--kv-heads=2", "--head-dim=64", "--page-size=16"]
 
 
@@ -66,13 +65,6 @@ def small(tmp_path: Path) -> Iterator[str]:
             subprocess.run(["umount", "-l", device], check=True, timeout=30)
 
 
-def put_all(store: ObjectStore) -> None:
-    memory = store.allocate_memory(len(KEYS), hugepages=False)
-    for page, key in enumerate(KEYS):
-        memory.write(page, content_of(key.tobytes()))
-    assert store.put(KEYS, np.arange(len(KEYS))).wait(30).stored == len(KEYS)
-
-
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     capsys.readouterr()
     assert cli.main([*words, "--json"]) == 0
@@ -89,7 +81,7 @@ def test_two_folders_are_one_pool_of_two_files(small: str, tmp_path: Path) -> No
     folders = [str(tmp_path / "new") + "/", small]
     with tutti.open(folders, LAYOUT, CAPACITY) as store:
         assert store.members.count == 2
-        put_all(store)
+        put_objects(store, KEYS)
         uuid = store.members.uuid
     assert all(os.stat(file).st_mode & 0o777 == 0o600 for file in files(folders))
     assert os.stat(os.path.dirname(files(folders)[1])).st_mode & 0o777 == 0o700
@@ -120,7 +112,7 @@ def test_every_command_takes_folders(
     assert isinstance(paths, list)
     assert all(os.path.isfile(path) for path in paths)
     with tutti.open(folders) as store:
-        put_all(store)
+        put_objects(store, KEYS)
     assert run(capsys, "info", *folders)["objects"] == len(KEYS)
     assert run(capsys, "resize", *folders, "--capacity=48MiB")["kept"] == len(KEYS)
     assert run(capsys, "fsck", *folders)["verified"] == len(KEYS)

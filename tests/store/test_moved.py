@@ -7,14 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from crash.objects import as_rows, content_of, load_present, make_files
+from crash.objects import load_present, make_files, put_objects
 
 import tutti.store
 from store.pools import GEOMETRY
 from tutti.errors import PoolCorrupt, PoolMoved, PoolNotFound, TuttiError
-from tutti.store import ObjectStore
 
 KEYS = [bytes([i]) * 16 for i in range(1, 9)]
 
@@ -62,25 +60,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def put(store: ObjectStore, keys: list[bytes]) -> None:
-    memory = store.allocate_memory(len(keys), hugepages=False)
-    try:
-        for page, key in enumerate(keys):
-            memory.write(page, content_of(key))
-        result = store.put(as_rows(keys), np.arange(len(keys)), memory=memory).wait(10)
-        assert result.stored == len(keys)
-    finally:
-        store.unregister(memory)
-
-
 @pytest.mark.parametrize("event", EVENTS)
 def test_before_the_next_acknowledgement(path: Path, event: Callable[[Path], None]) -> None:
     store = tutti.store.open(path, durability="flush")
-    put(store, KEYS[:4])
+    put_objects(store, KEYS[:4])
     event(path)
     for _ in range(2):
         with pytest.raises(PoolMoved, match="renamed, removed, replaced or truncated"):
-            put(store, KEYS[4:])
+            put_objects(store, KEYS[4:])
     with pytest.raises(PoolMoved, match="while it was open"):
         store.close()
     store.close()
@@ -91,7 +78,7 @@ def test_before_the_next_acknowledgement(path: Path, event: Callable[[Path], Non
 def test_at_close(path: Path, event: Callable[[Path], None], durability: str) -> None:
     """Everything else is ended all the same: the next opening has the pool to itself."""
     store = tutti.store.open(path, durability=durability)
-    put(store, KEYS[:4])
+    put_objects(store, KEYS[:4])
     event(path)
     with pytest.raises(PoolMoved, match="while it was open"):
         store.close()
@@ -117,9 +104,9 @@ def test_a_file_that_is_back(path: Path) -> None:
     with tutti.store.open(path, durability="flush") as store:
         renamed(path)
         with pytest.raises(PoolMoved):
-            put(store, KEYS[:4])
+            put_objects(store, KEYS[:4])
         path.with_name("elsewhere").rename(path)
-        put(store, KEYS[4:])
+        put_objects(store, KEYS[4:])
     with tutti.store.open(path) as store:
         assert load_present(store, KEYS) == (set(KEYS[4:]), set())
 
@@ -130,7 +117,7 @@ def test_one_of_several_members(tmp_path: Path) -> None:
     store = tutti.store.open(paths, durability="flush")
     paths[1].unlink()
     with pytest.raises(PoolMoved):
-        put(store, KEYS)
+        put_objects(store, KEYS)
     with pytest.raises(PoolMoved, match="member1 was removed"):
         store.close()
 
@@ -141,4 +128,4 @@ def test_a_relative_path_after_a_change_of_folder(
     monkeypatch.chdir(path.parent)
     with tutti.store.open("pool", durability="flush") as store:
         monkeypatch.chdir(tmp_path)
-        put(store, KEYS)
+        put_objects(store, KEYS)

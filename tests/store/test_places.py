@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from crash.objects import as_rows, content_of
+from crash.objects import load_present, put_objects
 from loop_devices import Loop, loop_devices
 from memory_controller import MemoryController
 
@@ -40,7 +39,6 @@ from tutti.pool.block_io import opened_io
 from tutti.pool.places import PlaceKind, check_distinct, place_of
 from tutti.pool.pool_format import erase, label
 from tutti.profiles import at_open
-from tutti.store import ObjectStore
 
 CAPACITY = 24 * MiB
 KEYS = [bytes([i]) * 16 for i in range(8)]
@@ -50,20 +48,6 @@ KEYS = [bytes([i]) * 16 for i in range(8)]
 def loop(tmp_path: Path) -> Iterator[Loop]:
     with loop_devices(tmp_path) as make:
         yield make
-
-
-def store_all(store: ObjectStore) -> None:
-    memory = store.allocate_memory(16, hugepages=False)
-    for page, key in enumerate(KEYS):
-        memory.write(page, content_of(key))
-    assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(30).stored == len(KEYS)
-
-
-def check_all(store: ObjectStore) -> None:
-    memory = store.allocate_memory(16, hugepages=False)
-    assert store.match(as_rows(KEYS)) == len(KEYS)
-    store.load(as_rows(KEYS), np.arange(len(KEYS)), memory=memory).wait(30)
-    assert all(memory.read(page) == content_of(key) for page, key in enumerate(KEYS))
 
 
 def test_what_paths_name(tmp_path: Path) -> None:
@@ -168,7 +152,7 @@ def test_pools_on_partitions_of_one_drive_share_a_queue(
     sysfs.add(os.stat(device).st_rdev, "pci/sda/sda2")
     with tutti.open(device) as one, tutti.open(file) as other:
         assert one.scheduler is other.scheduler is not None
-        store_all(one)
+        put_objects(one, KEYS)
         one._queue.stop(10.0)
         other.scheduler.run_due()  # takes what was posted
         assert other.stats()["scheduler"]["written_pages"] == len(KEYS)
@@ -286,11 +270,11 @@ def test_a_labelled_device_is_made_a_pool_and_no_other(loop: Loop) -> None:
     with pytest.raises(PoolNotFound, match="labelled"):
         tutti.open(devices)
     with tutti.open(devices, LAYOUT, CAPACITY) as store:
-        store_all(store)
+        put_objects(store, KEYS)
         with pytest.raises(PoolInUse):
             label(devices, force=[Devices().inspect(Path(d).name).serial for d in devices])
     with tutti.open(devices, LAYOUT, CAPACITY) as store:
-        check_all(store)
+        assert load_present(store, KEYS) == (set(KEYS), set())
     with pytest.raises(PoolExists):
         label(devices)
     other = tutti.KVLayout.mha(2, 1, 64, 32, "bfloat16")
