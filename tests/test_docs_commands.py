@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tutti.bench.traces import Synthetic, generate
 from tutti.cli import main
@@ -156,10 +156,7 @@ def test_the_agent_of_a_page_listens_and_ends(command: str, folder: Path) -> Non
     words = local(command, folder)
     socket = Path(words[words.index("--socket") + 1])
     with subprocess.Popen([sys.executable, "-m", "tutti.cli", *words]) as agent:
-        deadline = time.monotonic() + 30
-        while not socket.exists():
-            assert time.monotonic() < deadline, "it does not listen"
-            time.sleep(0.02)
+        wait_until(socket.exists, "it does not listen")
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(30) == 0
 

@@ -17,6 +17,7 @@ import threading
 import time
 
 import pytest
+from waiting import wait_until
 
 WAIT_S = 30.0
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000  # linux/if_tun.h
@@ -55,10 +56,7 @@ class Cable:
 
     def _lay(self) -> None:
         ours = os.readlink("/proc/self/ns/net")
-        deadline_s = time.monotonic() + WAIT_S
-        while os.readlink(f"/proc/{self._holder.pid}/ns/net") == ours:
-            assert time.monotonic() < deadline_s, "no network namespace was made"
-            time.sleep(0.01)
+        wait_until(lambda: os.readlink(f"/proc/{self._holder.pid}/ns/net") != ours, "no namespace")
         for name in ("tutti-near", "tutti-far"):
             self._ends.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
             request = struct.pack("16sH14x", name.encode(), _IFF_TUN | _IFF_NO_PI)

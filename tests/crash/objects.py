@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from waiting import wait_until
 
 from store.pools import LAYOUT
 from tutti.errors import ChecksumMismatch, PoolInUse
@@ -101,11 +102,8 @@ def check_books(store: ObjectStore) -> None:
     those expect is made in the background, and does not count as in flight before it begins.
     """
     core = store._core
-    deadline_s = time.monotonic() + 20
-    while core.expected and time.monotonic() < deadline_s:
-        time.sleep(0.001)
+    wait_until(lambda: not core.expected, "the room that was expected is not made")
     with core.lock:
-        assert not core.expected, "the room that was expected is not made"
         assert core.wait_quiet(20), "something stays in flight"
         core.index.check_integrity()
         core.allocator.check_integrity()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from memory_controller import Faults, MemoryController
+from waiting import wait_until
 
 from tutti.errors import ConfigError, DeviceTimeout, NativeError, PoolClosed
 from tutti.gio_uring import _native
@@ -288,9 +289,7 @@ def test_a_reset_ends_the_commands_of_all_producers(rig: Rig) -> None:
     pair = rig.controller.create_queue_pair(8, is_device=True)
     job = rig.submit(OPCODE_READ, [0])
     cid = send_flush(lib, pair)
-    deadline = time.monotonic() + 10
-    while rig.controller.stats().unanswered < LAYERS + 1 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: rig.controller.stats().unanswered >= LAYERS + 1)
     rig.controller.reset(5.0)  # by the engine's thread
     assert job.wait_released(5)
     assert job.report().status == nvme.STATUS_ABORTED_SQ_DELETION
@@ -340,19 +339,15 @@ def test_ctrl_c_between_a_submission_and_its_job(rig: Rig, monkeypatch: pytest.M
     job = rig.submit(OPCODE_WRITE, [3, 4, 5])
     job.on_released(lambda _: released.set())
     assert released.wait(10) and job.wait_layers(LAYERS, 1)
-    deadline_s = time.monotonic() + 10
-    while rig.engine._jobs and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not rig.engine._jobs and not failures
+    wait_until(lambda: not rig.engine._jobs)
+    assert not failures
 
 
 def test_digests_are_computed_while_the_data_is_being_written(rig: Rig) -> None:
     rig.controller.set_faults(Faults(stall_from=1))
     digests = np.zeros((4, LAYERS), np.uint64)
     job = rig.submit(OPCODE_WRITE, [0, 1, 2, 3], digests=digests)
-    deadline_s = time.monotonic() + 10
-    while not digests.all() and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert digests.all() and not job.report().done
+    wait_until(digests.all)
+    assert not job.report().done
     rig.controller.release()
     assert job.wait_released(5) and job.report().status == 0

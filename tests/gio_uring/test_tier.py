@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gio_uring.cuda_stand_in import StandInDriver
 from gio_uring.data_pointer import Extent
 from memory_controller import MemoryController
 from nvme_host import LBA, READ, WRITE, NvmeHost
+from waiting import wait_until
 
 from tutti.base.units import MiB
 from tutti.errors import ConfigError, MediumError, Unsupported
@@ -278,9 +278,7 @@ def test_kernels_ring_registers_where_a_drive_has_them() -> None:
         tables = TableMemory(driver, MiB)
         queues = DeviceQueues(driver, controller, tables, stream, 2, 8)
         assert queues.ring == ("mmio" if is_drive else "word")
-        deadline = time.monotonic() + 10
-        while not driver.is_stream_done(stream):  # the tables are on their way
-            assert time.monotonic() < deadline
+        wait_until(lambda: driver.is_stream_done(stream))  # the tables are on their way
         place = queues.queues[1].struct_address
         struct = QueuePairStruct.from_address(driver.host(place, ctypes.sizeof(QueuePairStruct)))
         if is_drive:

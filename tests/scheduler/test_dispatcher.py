@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 
 import pytest
 from manual_clock import ManualClock
 from scheduler.drive import Linear
+from waiting import wait_until
 
 from tutti.base.callbacks import Guard
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -232,9 +232,7 @@ def test_many_threads_post() -> None:
         thread.start()
     for thread in threads:
         thread.join(10)
-    deadline_s = time.monotonic() + 20
-    while dispatcher.state.totals.written_pages < 400 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: dispatcher.state.totals.written_pages >= 400)
     assert dispatcher.stop()
     assert sum(launch.count for launch in launcher.writes) == 400
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import tutti
 from store.pools import LAYOUT, fill, some_keys
@@ -382,10 +383,7 @@ def test_expired_objects_give_their_blocks_back(
         store.put(keys, range(size), memory=memory).wait(10)
         store.catalogue.expire(keys, 1.0)
         store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago
-        deadline_s = time.monotonic() + 10
-        while not store.stats()["deallocated_nbytes"]:
-            assert time.monotonic() < deadline_s, store.stats()
-            time.sleep(0.05)
+        wait_until(lambda: store.stats()["deallocated_nbytes"], lambda: str(store.stats()))
         assert len(store) == 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 from memory_controller import Faults, MemoryController
 from scheduler.drive import Linear
+from waiting import wait_until
 
 from store.pools import (
     GEOMETRY,
@@ -143,10 +143,7 @@ def test_records_follow_their_data_while_a_callback_runs(rng: np.random.Generato
             assert runs.wait(10)
             second = store.put(keys[1:], [1])
             table = controller.medium(1)[GEOMETRY.table_offset : GEOMETRY.groups_offset]
-            deadline_s = time.monotonic() + 10
-            while keys[1].tobytes() not in table.tobytes():
-                assert time.monotonic() < deadline_s, "the record waits for the callback"
-                time.sleep(0.005)
+            wait_until(lambda: keys[1].tobytes() in table.tobytes(), "the record waits")
             assert not second.done
         finally:
             free.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,9 +144,7 @@ def test_who_waited_for_the_last_layer_on_a_stream_knows_what_failed(
         stream = rig.driver.create_stream()
         job = rig.submit(OPCODE_READ, list(range(8)), digests=digests, compare=True)
         job.order_stream(stream, LAYERS)
-        deadline = time.monotonic() + 10
-        while not rig.driver.is_stream_done(stream):
-            assert time.monotonic() < deadline
+        wait_until(lambda: rig.driver.is_stream_done(stream))
         assert (job.page_status == STATUS_DIGEST_MISMATCH).all()
 
 
@@ -214,9 +211,7 @@ def test_a_cuda_error_in_mid_job_keeps_its_memory(
             job.wait_layers(1, 10)
         assert job.done
         assert (job.page_status == STATUS_CANCELLED).all()
-        deadline = time.monotonic() + 10
-        while not rig.engine.wait_idle(0.1):
-            assert time.monotonic() < deadline, "a stream still waits"
+        wait_until(lambda: rig.engine.wait_idle(0.1), "a stream still waits")
         rig.kernels.is_silent = False
         assert not job.wait_released(0.05)
         assert not released
@@ -251,10 +246,7 @@ def test_the_persistent_kernel_is_launched_once_and_again_after_a_rest(
             assert rig.submit(OPCODE_WRITE, pages).wait_released(10)
         assert rig.driver.calls["cuLaunchKernel"] == 1
         stream = rig.engine._launcher._stream  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 10
-        while not rig.driver.is_stream_done(stream):
-            assert time.monotonic() < deadline, "an idle kernel stays"
-            time.sleep(0.01)
+        wait_until(lambda: rig.driver.is_stream_done(stream), "an idle kernel stays")
         rig.driver.free(rig.driver.allocate(4096))  # no kernel is there to wait for
         for opcode in (OPCODE_WRITE, OPCODE_READ):
             assert rig.submit(opcode, pages).wait_released(10)
@@ -294,10 +286,7 @@ def test_a_persistent_kernel_that_never_answers(
         for layer in range(LAYERS):
             jobs[1].order_stream(stream, layer + 1)
         assert all(job.wait_layers(LAYERS, 10) for job in jobs)
-        deadline = time.monotonic() + 10
-        while not rig.driver.is_stream_done(stream):
-            assert time.monotonic() < deadline, "a stream still waits"
-            time.sleep(0.001)
+        wait_until(lambda: rig.driver.is_stream_done(stream), "a stream still waits")
         assert all((job.page_status == STATUS_TIMED_OUT).all() for job in jobs)
         assert not jobs[0].wait_released(0)
         assert rig.engine.stream_queue.staging.arena.in_use == 2
@@ -347,10 +336,7 @@ def test_a_forgotten_engine_tells_its_kernel_to_end(
         launcher = rig.engine._launcher
         assert isinstance(launcher, gpu_persistent.PersistentKernel)
         launcher._finalizer()  # as at the end of the process
-        deadline = time.monotonic() + 10
-        while not rig.driver.is_stream_done(launcher._stream):
-            assert time.monotonic() < deadline, "the kernel stays"
-            time.sleep(0.01)
+        wait_until(lambda: rig.driver.is_stream_done(launcher._stream), "the kernel stays")
 
 
 def test_a_cancelled_gate_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

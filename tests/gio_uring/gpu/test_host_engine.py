@@ -16,6 +16,7 @@ import pytest
 from gio_uring.cuda_stand_in import StandInDriver, StandInTensor
 from gio_uring.kernel_stand_in import Kernels
 from memory_controller import Faults, MemoryController
+from waiting import wait_until
 
 from store.pools import LAYOUT, Bytes, controller_of, formatted, images_of, some_keys
 from tutti.errors import (
@@ -328,10 +329,7 @@ def test_a_dead_controller_lets_every_stream_go(rng: np.random.Generator) -> Non
             ticket.order_stream(stream, layer)
         with pytest.raises(DeviceTimeout):
             ticket.wait(10)
-        deadline = time.monotonic() + 10
-        while not all(rig.driver.is_stream_done(s) for s in streams):
-            assert time.monotonic() < deadline, "a stream still waits"
-            time.sleep(0.001)
+        wait_until(lambda: all(map(rig.driver.is_stream_done, streams)), "a stream still waits")
         assert ticket.failed().size > 0
         assert rig.gpu._loads.staging.arena.in_use == 1  # the device may still write there
         memory_of(rig).set_faults(None)
@@ -415,10 +413,7 @@ def test_a_stream_waits_for_a_layer_alone(rng: np.random.Generator) -> None:
             n = LAYOUT.segments[0]
             source = rig.tensors[layer][0].data_ptr() + 5 * n
             rig.driver.copy(out + layer * n, source, n, compute)
-        deadline = time.monotonic() + 10
-        while not rig.driver.is_stream_done(compute):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: rig.driver.is_stream_done(compute))
         expected = b"".join(
             contents[1][layer * sum(LAYOUT.segments) :][: LAYOUT.segments[0]]
             for layer in range(LAYOUT.layers)
