@@ -137,3 +137,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["uring", "threads"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Each of the file controller's executors that this machine has."""
+    from tutti.gio_uring.controller_file import uring_refusal
+
+    if request.param == "uring" and (reason := uring_refusal()):
+        pytest.skip(f"io_uring is refused here: {reason}")
+    return str(request.param)

@@ -23,7 +23,7 @@ import tutti.store
 from store.pools import GEOMETRY, LAYOUT, formatted, names, opened
 from tutti.base.arrays import Mask, Slots
 from tutti.errors import PoolError
-from tutti.gio_uring.controller_file import FileController, uring_refusal
+from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.medium.geometry import BLOCK_NBYTES
 from tutti.memory.host_memory import HostMemory
@@ -261,10 +261,7 @@ def checked(life: Life, cut: int, damage: Damage, rng: np.random.Generator) -> L
 
 
 @pytest.mark.parametrize("durability", ["process", "flush"])
-@pytest.mark.parametrize("executor", ["uring", "threads"])
 def test_images(durability: str, executor: str, tmp_path: Path, seed: int) -> None:
-    if executor == "uring" and (reason := uring_refusal()):
-        pytest.skip(f"io_uring is refused here: {reason}")
     images = 0
     for number in range(CHAINS // 4):
         chain = seed + number

@@ -18,7 +18,7 @@ from nvme_host import LBA, READ, WRITE, NvmeHost
 from tutti.base.units import MiB
 from tutti.errors import ConfigError, MediumError, PoolMoved, Unsupported
 from tutti.gio_uring import nvme_spec as nvme
-from tutti.gio_uring.controller_file import BlockRange, FileController, _without, uring_refusal
+from tutti.gio_uring.controller_file import BlockRange, FileController, _without
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.file_member import FileMember
 
@@ -27,14 +27,12 @@ NBYTES = 4 * MiB
 BLOCKS = NBYTES // LBA
 
 
-@pytest.fixture(params=["uring", "threads"])
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NvmeHost]:
-    if request.param == "uring" and (reason := uring_refusal()):
-        pytest.skip(f"io_uring is refused here: {reason}")
+@pytest.fixture
+def host(executor: str, tmp_path: Path) -> Iterator[NvmeHost]:
     paths = [tmp_path / f"member{i}" for i in range(2)]
     for path in paths:
         allocate_file(path, NBYTES)
-    controller = FileController(paths, executor=request.param)
+    controller = FileController(paths, executor=executor)
     if not controller.direct:
         controller.close()
         pytest.skip(f"no direct I/O here: {controller.members[0].buffered_reason}")

@@ -34,13 +34,6 @@ NBYTES = 4 * MiB
 RECORD = struct.Struct("<4sIIIQQQ")  # RecordHeader of kernels/native/executor.h
 
 
-@pytest.fixture(params=["uring", "threads"])
-def executor(request: pytest.FixtureRequest) -> str:
-    if request.param == "uring" and (reason := uring_refusal()):
-        pytest.skip(f"io_uring is refused here: {reason}")
-    return str(request.param)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     allocate_file(tmp_path / "member", NBYTES)
@@ -388,16 +381,6 @@ def test_limit_on_file_size_is_capacity_exceeded(opened: Opened, path: Path, exe
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert statuses == [OK, OK] + [nvme.STATUS_CAPACITY_EXCEEDED] * 2
-
-
-def test_addresses_outside_registered_memory(opened: Opened, path: Path, executor: str) -> None:
-    host = opened(path, executor=executor)
-    wild = [(host.buffer.address + host.buffer.nbytes, LBA)]
-    for opcode in (READ, WRITE):
-        assert host.run(host.transfer(opcode, 0, 1, wild)) == nvme.STATUS_DATA_TRANSFER_ERROR
-    beyond = host.transfer(READ, NBYTES // LBA, 1, [host.extent(0, LBA)])
-    assert host.run(beyond) == nvme.STATUS_LBA_OUT_OF_RANGE
-    assert stats(host)["requests"] == 0
 
 
 def test_reset_answers_everything(opened: Opened, path: Path, executor: str, seed: int) -> None:

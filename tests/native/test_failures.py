@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 from native.programs import HERE, Build
 
-from tutti.gio_uring.controller_file import uring_refusal
-
 SAMPLE = 6  # three at once
 KINDS = ["allocation", "system", "interrupt", "python"]
-EXECUTORS = ["uring", "threads"]
 TIMEOUT_S = 110
 TIMEOUT_ALL_S = 1700
 
@@ -37,13 +34,6 @@ def lives(
     assert done.stdout, f"it died ({done.returncode}) in a life of these:\n{done.stderr[-3000:]}"
     result: dict[str, object] = json.loads(done.stdout)
     return result
-
-
-@pytest.fixture(params=EXECUTORS)
-def executor(request: pytest.FixtureRequest) -> str:
-    if request.param == "uring" and (reason := uring_refusal()):
-        pytest.skip(f"io_uring is refused here: {reason}")
-    return str(request.param)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,13 +35,6 @@ SMALL = KVLayout.mha(
 SHARED = Path("/dev/shm")
 
 
-@pytest.fixture(params=["uring", "threads"])
-def executor(request: pytest.FixtureRequest) -> str:
-    if request.param == "uring" and (reason := uring_refusal()):
-        pytest.skip(f"io_uring is refused here: {reason}")
-    return str(request.param)
-
-
 def kernel_threads() -> int:
     """Threads of this process, the native ones included."""
     return len(os.listdir("/proc/self/task"))

@@ -348,7 +348,6 @@ def test_a_pool_on_a_block_device(loop: Path, tmp_path: Path) -> None:
     tutti.store.format(loop, LAYOUT, 48 * MiB, force=serial)
 
 
-@pytest.mark.parametrize("executor", ["uring", "threads"])
 def test_a_device_that_has_left_is_gone_and_not_full(
     loop: Path, tmp_path: Path, executor: str
 ) -> None:
@@ -364,7 +363,6 @@ def test_a_device_that_has_left_is_gone_and_not_full(
         host.close()
 
 
-@pytest.mark.parametrize("executor", ["uring", "threads"])
 def test_a_device_that_becomes_read_only_says_so(loop: Path, executor: str) -> None:
     with FileController([loop], executor=executor) as controller:
         host = NvmeHost(controller)
