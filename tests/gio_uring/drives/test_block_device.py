@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_devices import loop_devices
 from nvme_host import LBA, READ, WRITE, NvmeHost
 
 import tutti
@@ -315,23 +316,9 @@ def test_files_are_no_devices(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[Path]:
-    """A loop device over a file of zeros."""
-    if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(64 * MiB)
-    made = subprocess.run(
-        ["losetup", "-f", "--show", "-b", "4096", "--direct-io=on", image],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode != 0:
-        pytest.skip(f"no loop devices here: {made.stderr.strip()}")
-    device = Path(made.stdout.strip())
-    yield device
-    subprocess.run(["losetup", "-d", device], check=True)
+    """A loop device over a file of zeros, image0."""
+    with loop_devices(tmp_path) as make:
+        yield Path(make(64 * MiB, block_nbytes=4096))
 
 
 def test_a_pool_on_a_block_device(loop: Path, tmp_path: Path) -> None:
@@ -341,7 +328,7 @@ def test_a_pool_on_a_block_device(loop: Path, tmp_path: Path) -> None:
         assert store.layout == LAYOUT
         with pytest.raises(PoolInUse, match="in use by another program"):
             FileMember(loop)
-    serial = str(tmp_path / "image")
+    serial = str(tmp_path / "image0")
     for force in (False, True, "other"):
         with pytest.raises(PoolExists, match="force with its serial number"):
             tutti.store.format(loop, LAYOUT, 48 * MiB, force=force)
@@ -355,7 +342,7 @@ def test_a_device_that_has_left_is_gone_and_not_full(
     with FileController([loop], executor=executor) as controller:
         host = NvmeHost(controller)
         assert host.write(5, bytes(LBA)) == nvme.STATUS_OK
-        os.truncate(tmp_path / "image", 0)
+        os.truncate(tmp_path / "image0", 0)
         subprocess.run(["losetup", "-c", loop], check=True)
         for opcode in (READ, WRITE):
             fill = host.transfer(opcode, 5, 1, [host.extent(0, LBA)])
@@ -386,7 +373,7 @@ def test_a_file_system_is_not_overwritten(loop: Path, tmp_path: Path) -> None:
         pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
     try:
         with pytest.raises(PoolInUse, match="mounted at"):
-            tutti.store.format(loop, LAYOUT, 48 * MiB, force=str(tmp_path / "image"))
+            tutti.store.format(loop, LAYOUT, 48 * MiB, force=str(tmp_path / "image0"))
         with pytest.raises(PoolInUse, match="mounted or in use"):
             FileMember(loop)
     finally:
