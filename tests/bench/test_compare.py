@@ -8,9 +8,11 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,15 +229,26 @@ def run_git(folder: Path, *arguments: str) -> str:
     return subprocess.check_output(command, cwd=folder, text=True).strip()
 
 
-def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    assert not has_history(tmp_path)
+def committed(folder: Path, files: dict[str, str]) -> Callable[..., str]:
+    """Runs git in a repository, whose only commit has these files."""
+    git = partial(run_git, folder)
     git("init", "-q")
-    code = tmp_path / "bench/ring.py"
-    code.parent.mkdir()
-    code.write_text("1")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     git("add", ".")
     git("commit", "-qm", "one")
+    return git
+
+
+def result_of(name: str, git: Callable[..., str]) -> dict[str, Any]:
+    """A result that was measured with the last commit."""
+    return {"benchmark": name, "machine": {"commit": git("rev-parse", "HEAD")}}
+
+
+def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
+    assert not has_history(tmp_path)
+    git = committed(tmp_path, {"bench/ring.py": "1"})
     result = {"benchmark": "ring", "machine": {"commit": git("rev-parse", "--short=12", "HEAD")}}
     assert has_history(tmp_path)
     assert not why_stale("ring", result, tmp_path)
@@ -243,7 +256,7 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
     git("add", ".")
     git("commit", "-qm", "other")
     assert not why_stale("ring", result, tmp_path)
-    code.write_text("2")
+    (tmp_path / "bench/ring.py").write_text("2")
     assert why_stale("ring", result, tmp_path) == CHANGED
     assert commit_of(tmp_path).endswith("+dirty")
     unknown = {"benchmark": "ring", "machine": {"commit": "0123456789ab"}}
@@ -253,78 +266,61 @@ def test_a_result_is_stale_when_its_code_has_changed(tmp_path: Path) -> None:
 def test_what_a_result_measured_is_known_after_its_commit_has_left_the_history(
     tmp_path: Path,
 ) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    code, file = tmp_path / "bench/ring.py", tmp_path / "bench/results/ring.json"
-    file.parent.mkdir(parents=True)
-    code.write_text("1")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    result = {"benchmark": "ring", "machine": {"commit": git("rev-parse", "HEAD")}}
-    file.write_text(json.dumps(result))
+    git = committed(tmp_path, {"bench/ring.py": "1"})
+    result = result_of("ring", git)
+    (tmp_path / "bench/results").mkdir()
+    (tmp_path / "bench/results/ring.json").write_text(json.dumps(result))
     freshness.write_lock(tmp_path)
     git("commit", "-q", "--amend", "-m", "the same under another name")
     assert not why_stale("ring", result, tmp_path)
     freshness.write_lock(tmp_path)
     assert not why_stale("ring", result, tmp_path)
-    code.write_text("2")
+    (tmp_path / "bench/ring.py").write_text("2")
     assert why_stale("ring", result, tmp_path) == CHANGED
     (tmp_path / freshness.LOCK).unlink()
     assert why_stale("ring", result, tmp_path) == UNKNOWN
 
 
 def test_a_figure_is_stale_when_the_code_behind_its_rows_has_changed(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    code, results = tmp_path / "bench/simulate/server.py", tmp_path / "bench/results"
-    for folder in (code.parent, results, tmp_path / "docs/figures"):
+    git = committed(tmp_path, {"bench/simulate/server.py": "1"})
+    results = tmp_path / "bench/results"
+    for folder in (results, tmp_path / "docs/figures"):
         folder.mkdir(parents=True)
-    code.write_text("1")
-    git("add", ".")
-    git("commit", "-qm", "one")
     rows = f"a,simulated,{git('rev-parse', 'HEAD')}\nb,published,\n"
     (tmp_path / "docs/figures/one.csv").write_text(f"system,source,commit\n{rows}")
     page = "Figure 1<!-- state: figures/one --><!-- end -->"
     assert render(page, results) == page
-    code.write_text("2")
+    (tmp_path / "bench/simulate/server.py").write_text("2")
     assert render(page, results) == page.replace(" --><", f" -->{STATE}<", 1)
 
 
 def test_comments_and_names_of_files_make_no_result_stale(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    folder = tmp_path / "tutti/gio_uring"
-    folder.mkdir(parents=True)
-    (folder / "one.py").write_text('"""One."""\n\n\ndef f():\n    """It is one."""\n    return 1\n')
-    (folder / "two.py").write_text("from tutti.gio_uring.one import f\n\nf()\n")
-    (folder / "old.h").write_text('#include "one.h"\nint f();  // one\n')
-    (folder / "README.md").write_text("One.\n")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
-    (folder / "one.py").rename(folder / "first.py")
-    (folder / "first.py").write_text("def f():\n    return 1  # which is one\n")
-    (folder / "two.py").write_text("from tutti.gio_uring.first import f\n\nf()\n")
-    (folder / "old.h").write_text('// Of one.\n#include "first.h"\nint f();  // one\n')
-    (folder / "README.md").write_text("Two.\n")
+    folder = "tutti/gio_uring"
+    files = {
+        f"{folder}/one.py": '"""One."""\n\n\ndef f():\n    """It is one."""\n    return 1\n',
+        f"{folder}/two.py": "from tutti.gio_uring.one import f\n\nf()\n",
+        f"{folder}/old.h": '#include "one.h"\nint f();  // one\n',
+        f"{folder}/README.md": "One.\n",
+    }
+    git, place = committed(tmp_path, files), tmp_path / folder
+    result = result_of("threads", git)
+    (place / "one.py").rename(place / "first.py")
+    (place / "first.py").write_text("def f():\n    return 1  # which is one\n")
+    (place / "two.py").write_text("from tutti.gio_uring.first import f\n\nf()\n")
+    (place / "old.h").write_text('// Of one.\n#include "first.h"\nint f();  // one\n')
+    (place / "README.md").write_text("Two.\n")
     git("add", ".")
     assert not why_stale("threads", result, tmp_path)
-    (folder / "first.py").write_text("def f():\n    return 2\n")
+    (place / "first.py").write_text("def f():\n    return 2\n")
     assert why_stale("threads", result, tmp_path) == CHANGED
-    (folder / "first.py").unlink()
+    (place / "first.py").unlink()
     assert why_stale("threads", result, tmp_path) == CHANGED
 
 
 def test_texts_of_errors_and_log_lines_make_no_result_stale(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    file = tmp_path / "tutti/gio_uring/one.py"
-    file.parent.mkdir(parents=True)
     code = 'def f(n):\n    _log.warning("%d is odd", n)\n    raise ValueError(f"{n} is odd")\n'
-    file.write_text(code)
-    git("add", ".")
-    git("commit", "-qm", "one")
-    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
+    result = result_of("threads", committed(tmp_path, {"tutti/gio_uring/one.py": code}))
+    file = tmp_path / "tutti/gio_uring/one.py"
     file.write_text(code.replace("is odd", "is not even").replace('f"{', 'f"the number {'))
     assert not why_stale("threads", result, tmp_path)
     for old, new in (("ValueError", "KeyError"), ("{n}", "{n + 1}"), ('odd", n', 'odd", n + 1')):
@@ -336,37 +332,24 @@ def test_texts_of_errors_and_log_lines_make_no_result_stale(tmp_path: Path) -> N
 
 
 def test_what_shows_a_result_makes_none_stale(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    bench, core = tmp_path / "bench/threads.py", tmp_path / "tutti/gio_uring/rows.py"
-    for file in (bench, core):
-        file.parent.mkdir(parents=True)
-        file.write_text("def rows_of(n):\n    return n\n")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    result = {"benchmark": "threads", "machine": {"commit": git("rev-parse", "HEAD")}}
+    names, code = ("bench/threads.py", "tutti/gio_uring/rows.py"), "def rows_of(n):\n    return n\n"
+    result = result_of("threads", committed(tmp_path, dict.fromkeys(names, code)))
+    bench, core = (tmp_path / name for name in names)
     bench.write_text("def rows_of(n):\n    return -n\n\n\ndef notes_of(n):\n    return []\n")
     assert not why_stale("threads", result, tmp_path)
     core.write_text("def rows_of(n):\n    return -n\n")
     assert why_stale("threads", result, tmp_path) == CHANGED, "only in bench"
-    core.write_text("def rows_of(n):\n    return n\n")
+    core.write_text(code)
     bench.write_text("def run(n):\n    return n\n")
     assert why_stale("threads", result, tmp_path) == CHANGED
 
 
 def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> None:
-    git = partial(run_git, tmp_path)
-    git("init", "-q")
-    code = tmp_path / "tutti/gio_uring/gpu/one.py"
-    code.parent.mkdir(parents=True)
-    code.write_text("1")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    machine = {"commit": git("rev-parse", "HEAD")}
-    code.write_text("2")
-    for name, stale in (("submit", True), ("threads", False)):
-        why = why_stale(name, {"benchmark": name, "machine": machine}, tmp_path)
-        assert why == (CHANGED if stale else "")
+    git = committed(tmp_path, {"tutti/gio_uring/gpu/one.py": "1"})
+    found = {name: result_of(name, git) for name in ("submit", "threads")}
+    (tmp_path / "tutti/gio_uring/gpu/one.py").write_text("2")
+    stale = {name: why_stale(name, result, tmp_path) for name, result in found.items()}
+    assert stale == {"submit": CHANGED, "threads": ""}
 
 
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
