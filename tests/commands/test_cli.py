@@ -189,13 +189,6 @@ def test_wrong_usage(argv: list[str], hint: str, capsys: pytest.CaptureFixture[s
     assert hint in error["message"]
 
 
-@pytest.mark.parametrize("command", ["info", "fsck"])
-def test_a_missing_pool(command: str, tmp_path: Path, run_json: Json) -> None:
-    code, result = run_json(command, tmp_path / "missing")
-    assert code == 3
-    assert result["error"]["type"] == "PoolNotFound"
-
-
 def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tutti.cli", "info", str(tmp_path / "missing")],
@@ -208,25 +201,6 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert ended.stderr.startswith("tutti: ")
     assert len(ended.stderr.splitlines()) == 1
     assert ended.stdout == ""
-
-
-def test_a_defect_has_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr("tutti.commands.pool.layout_of", broken)
-    assert run("format", tmp_path / "p", "--capacity", "16MiB") == 70
-    assert "broken on purpose" in capsys.readouterr().err
-
-
-def test_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tutti.commands.pool.layout_of", interrupted)
-    assert run("format", tmp_path / "p", "--capacity", "16MiB") == 130
 
 
 def test_format_and_info(tmp_path: Path, run_json: Json) -> None:
@@ -464,14 +438,3 @@ def test_a_demo_takes_a_third_of_a_small_disk(
     assert cli_demo._affordable(tmp_path, small) is cli_demo._QUICK
     disk(90 * MiB)
     assert run("demo", "--dir", tmp_path) == 3
-
-
-def test_a_demo_needs_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert run("demo", "--dir", tmp_path / "file") == 2
-
-
-def test_the_layout_that_was_asked_for_is_the_layout_that_is_opened(pool: Path) -> None:
-    other = KVLayout.mha(2, 1, 64, 64, "bfloat16", model="test-model")
-    with pytest.raises(PoolMismatch):
-        store.open(pool, other)

@@ -337,7 +337,7 @@ def test_a_file_where_a_folder_should_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    said = sentence(capsys, "demo", "--quick", "--dir", tmp_path / "file")
+    said = sentence(capsys, "demo", "--quick", "--dir", tmp_path / "file", code=2)
     assert "is not a folder; pass another with --dir" in said
 
 

@@ -34,6 +34,7 @@ from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
 
 WORKER = Path(__file__).with_name("worker.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(WORKER.parents[1])}
 
 
 def start_worker(path: Path, seed: int, chains: int, log: Path) -> subprocess.Popen[str]:
@@ -79,10 +80,9 @@ os.kill(os.getpid(), 9)
         store.allocate_memory(8)
         keys = np.arange(160, dtype=np.uint8).reshape(10, 16)
         store.put(keys[:4], np.arange(4)).wait(WAIT_S)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
         dead = subprocess.run(
             [sys.executable, "-c", code],
-            env=environment,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=WAIT_S,
@@ -108,11 +108,10 @@ if child == 0:
 print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with running(tmp_path / "agent") as agent, agent.connect() as store:
         command = [sys.executable, "-c", code]
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, stdout=pipe, text=True) as client:
+        with subprocess.Popen(command, env=ENVIRONMENT, stdout=pipe, text=True) as client:
             assert client.stdout is not None
             child = int(client.stdout.readline())
             try:
@@ -140,11 +139,10 @@ for use in (lambda: store.match(keys), store.stats, store.__enter__, store.close
     os.waitpid(child, 0)
 print(store.match(keys), store.stats()["reconnects"])
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with running(tmp_path / "agent") as agent, agent.connect():
         command = [sys.executable, "-c", code]
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=WAIT_S
+            command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S
         )
     assert done.stdout == "ForkedProcess " * 3 + "0 0\n", done.stderr
 
