@@ -17,7 +17,6 @@ from store.pools import formatted, opened
 from tutti.base.terminal import progress
 from tutti.base.units import MiB
 from tutti.bench import engine_alone, replay
-from tutti.bench.belady import least_recently_used, minimum
 from tutti.bench.pool_file import temporary_pool
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
@@ -42,8 +41,8 @@ def requests_of(*lengths: int) -> list[TraceRequest]:
     return [TraceRequest(i, n * 512, 1, tuple(range(n))) for i, n in enumerate(lengths)]
 
 
-def play(store: ObjectStore, requests: list[TraceRequest], pages: int = 5) -> Replayer:
-    replayer = Replayer(store, pages=pages, page_size=512, hugepages=False)
+def play(store: ObjectStore, requests: list[TraceRequest]) -> Replayer:
+    replayer = Replayer(store, pages=5, page_size=512, hugepages=False)
     for request in requests:
         replayer.play(request)
     return replayer
@@ -72,19 +71,6 @@ def test_pages_smaller_than_a_block() -> None:
             replayer.play(request)
         assert (replayer.hit_blocks, replayer.blocks, replayer.loaded_pages) == (4, 10, 8)
         assert replayer.wrong == 0
-
-
-def test_hits_stay_between_nothing_and_minimum() -> None:
-    config = Synthetic(requests=60, seed=9, message_median=1500, tokens_max=8000)
-    requests = generate(config)
-    blocks = [request.hash_ids for request in requests]
-    with store_of(64) as store:
-        replayer = play(store, requests, pages=16)
-        result = replayer.summary()
-    assert result["evicted"] > 0
-    assert result["wrong"] == 0
-    assert 0 < replayer.hit_blocks <= minimum(blocks, 64).hits
-    assert least_recently_used(blocks, 64).hits <= minimum(blocks, 64).hits
 
 
 def test_damage_is_found_by_the_replay_itself() -> None:
