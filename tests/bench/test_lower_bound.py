@@ -135,16 +135,10 @@ def exhaustive(prefills: list[Prefill], memories: tuple[int, int]) -> float:
     ends = sum(one.arrival_ns + sum(one.layers_ns) + one.pages for one in prefills)
     limit = int(ends + sum(left for _, left in reads)) + 1
 
-    def packs(puts: tuple[int, ...]) -> bool:
-        sums = {0}
-        for pages in puts:
-            sums |= {some + pages for some in sums if some + pages <= memories[0]}
-        return any(sum(puts) - some <= memories[1] for some in sums)
-
     @cache
     def least(now: int, at: int, left: int, read: int, part: int, puts: tuple[int, ...]) -> float:
         """puts: pages to write of each prefill that ended, 0 once all are."""
-        if not packs(tuple(int(prefills[n].pages) for n, some in enumerate(puts) if some)):
+        if not _fit([prefills[n].pages for n, some in enumerate(puts) if some], memories):
             return float("inf")
         if at == len(layers):
             return 0.0
