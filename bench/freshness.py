@@ -60,12 +60,17 @@ _MAKING = ("tutti/pool/pool_format.py", "tutti/pool/replacement.py")
 _CHOICE = "tutti/gio_uring/gpu/engine_choice.py"
 #: Command lines of servers, which neither simulations nor random operations start.
 _LAUNCHES = ("tutti/commands/sglang.py", "bench/ttft/recipes.py")
+#: Used by the second tier and SGLang's linker, not by stores.
+_BREAKER = "tutti/base/breaker.py"
 #: Files in the folders above that count only for results that name them: they run before
 #: measurements or only on a GPU, or they only show results, or simulations do not use them.
 _APART = (
-    *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, *_LAUNCHES, "tutti/commands/demo.py"),
+    *(*_MAKING, *_GPU, _CHOICE, *GPU_BENCHES, *_LAUNCHES, "tutti/commands/demo.py", _BREAKER),
     *(f"bench/slack/{n}.py" for n in ("report", "file", "decisions")),
 )
+
+#: What results that name a file depend on, if not on all of it.
+_USED = {"tutti/profiles/at_open.py": ("store_limits", "_PRESSING_US", "_WRITE_PATIENCE_US")}
 
 #: Files and folders of the checkout that results depend on, by the name of the result or of its
 #: benchmark.
@@ -91,7 +96,9 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *(*_GPU_COPIES, "bench/gpu/overlap.py", "bench/gpu/interference.py"),
         "bench/gpu_memory.py",
     ),
-    "gpu-tests": ("tutti", *_GPU, _CHOICE, "kernels", "integration/sglang/direct", "tests/gpu"),
+    "gpu-tests": (
+        *("tutti", *_GPU, _CHOICE, _BREAKER, "kernels", "integration/sglang/direct", "tests/gpu"),
+    ),
     "gpu-probes": (
         *(*_GPU, *_GPU_RIG, "bench/gpu/probes.py", "bench/gpu/interference.py"),
         *("bench/controller_memory.py", _STATISTICS),
@@ -124,19 +131,18 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/ring.py", "bench/controller_memory.py", _STATISTICS),
     ),
     "second_tier": (
-        *(*_TRANSFERS, "tutti/cluster", "bench/pool_file.py", "bench/meter.py"),
+        *(*_TRANSFERS, "tutti/cluster", _BREAKER, "bench/pool_file.py", "bench/meter.py"),
         *(f"bench/{name}.py" for name in ("second_tier", "mooncake_cluster", "mooncake_reader")),
     ),
     "serving": (
-        *_TRANSFERS,
-        "integration/sglang",
+        *(*_TRANSFERS, _BREAKER, "integration/sglang"),
         *(f"bench/yardsticks/{name}.py" for name in ("serving", "serving_steps", "sglang_clients")),
         *(f"bench/ttft/{name}.py" for name in ("arrivals", "client", "http", "metrics")),
         *(f"bench/ttft/{name}.py" for name in ("protocol", "recipes", "server_control")),
         *("bench/ttft/workloads", *_TRACES, "bench/meter.py"),
     ),
     "sglang-gpu": (
-        *(*_ON_GPU, _CHOICE, *_TRACES, "integration/sglang", "bench/ttft"),
+        *(*_ON_GPU, _CHOICE, _BREAKER, *_TRACES, "integration/sglang", "bench/ttft"),
         "bench/ttft/recipes.py",
     ),
     "simulate": (*_SIMULATOR, "tutti/profiles/at_open.py"),  # the limits of stores
@@ -195,7 +201,7 @@ def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
     measured = _measured(key, str(result["machine"]["commit"]), root)
     if measured is None:
         return UNKNOWN
-    return "" if measured == _digest(_files_now(key, root)) else CHANGED
+    return "" if measured == _digest(key, _files_now(key, root)) else CHANGED
 
 
 def figure_is_stale(file: Path, root: Path) -> bool:
@@ -235,18 +241,20 @@ def _key(name: str, result: dict[str, Any]) -> str:
 def _measured(key: str, commit: str, root: Path) -> str | None:
     """The digest of a result's code at its commit; None if neither history nor lock has it."""
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD")[0] == 0:
-        return _digest(_files_at(key, commit, root))
+        return _digest(key, _files_at(key, commit, root))
     file = root / LOCK
     kept = (line.split() for line in file.read_text().splitlines()) if file.exists() else ()
     return next((words[2] for words in kept if words[:2] == [key, commit]), None)
 
 
-def _digest(files: Iterable[tuple[str, str]]) -> str:
+def _digest(key: str, files: Iterable[tuple[str, str]]) -> str:
     """The digest of files, as (path, text), which does not depend on the paths."""
-    codes = sorted(
-        _code(Path(path).suffix, text.strip(), _SHOWN if path.startswith("bench/") else ())
-        for path, text in files
-    )
+    codes = []
+    for path, text in files:
+        shown = _SHOWN if path.startswith("bench/") else ()
+        used = _USED.get(path, ()) if path in DEPENDS[key] else ()
+        codes.append(_code(Path(path).suffix, text.strip(), shown, used))
+    codes.sort()
     return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:16]
 
 
@@ -278,14 +286,16 @@ def _blob(root: Path, name: str) -> str:
 
 
 @functools.cache
-def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
+def _code(suffix: str, text: str, shown: tuple[str, ...], used: tuple[str, ...]) -> str:
     """A file's code, without file names, presentation, messages and comments (in C++ only whole
-    lines).
+    lines).  used: names of the module that count, instead of all.
     """
     if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
     tree = ast.parse(text)
     tree.body = [node for node in tree.body if getattr(node, "name", "") not in shown]
+    if used:
+        tree.body = [node for node in tree.body if not _names(node).isdisjoint(used)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module, node.level = None, 0
@@ -296,6 +306,12 @@ def _code(suffix: str, text: str, shown: tuple[str, ...]) -> str:
         if isinstance(node, ast.Raise) or getattr(logger, "id", "") == "_log":
             _drop_texts(node)
     return _shape(tree)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines."""
+    targets = getattr(node, "targets", ())
+    return {getattr(target, "id", "") for target in targets} | {getattr(node, "name", "")}
 
 
 def _drop_texts(node: ast.AST) -> None:
