@@ -94,6 +94,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self._prometheus = bool(getattr(server_args, "enable_metrics", False))
         self._queued: dict[str, list[QueuedLoad]] = {}
         self._ended: deque[bool] = deque()  # offloads that ended before a detach, or while detached
+        self._unclosed: list[str] = []
         self._open(options)
         # A GPU computes a layer long after the forward's thread asked for it; its stream reports.
         began = STEPS.layer_began if self._gpu is None else None
@@ -338,7 +339,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """Closes the pools cleanly; afterwards the linker finds and stores nothing.
 
         The scheduler must have no requests.  Raises DeviceTimeout if stores do not end; the linker
-        is unchanged then.  A second call does nothing.
+        is unchanged then.  Also if a pool could not be closed; the linker is detached then.  A
+        second call does nothing.
         """
         if self._closed:
             return
@@ -346,7 +348,12 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             raise DeviceTimeout("pages are still being stored; try again")
         self.ahead.reset()
         self._lookups.reset()
+        self._unclosed.clear()
         self._shut()
+        if self._unclosed:
+            raise DeviceTimeout(
+                f"pools that stay in use until this server ends: {'; '.join(self._unclosed)}"
+            )
 
     def attach(self, config: Mapping[str, Any] | None = None) -> None:
         """Opens the pools of a detached linker again.
@@ -382,6 +389,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             stored_pool.store.close()
         except TuttiError as error:
             self.error_log.add(f"close: {type(error).__name__}", error)
+            self._unclosed.append(f"{stored_pool.name} ({error})")
 
     def _complete(self, transfers: Sequence[adapter.PoolTransfer]) -> bool:
         """Whether the transfers have the keys of every pool."""

@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import tutti
 from tutti import cli
-from tutti.errors import CapacityError, ConfigError, PoolClosed
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout, PoolClosed
 from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang import weights
 from tutti.integration.sglang.direct import control_requests as control
@@ -72,6 +72,25 @@ def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -
             assert pool.stats()["slots"]["ready"] == 12
     with Rig(tmp_path) as rig:
         assert rig.lookup(names(8)) == 8
+
+
+def test_a_detach_reports_a_pool_that_was_not_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process could not open it, and it could not be attached again."""
+    with Rig(tmp_path) as rig:
+        close = rig.stored_pool.store.close
+
+        def late() -> None:
+            close()
+            raise DeviceTimeout("the device does not answer")
+
+        monkeypatch.setattr(rig.stored_pool.store, "close", late)
+        answer = control._detach(pytest.fail, scheduler(), None)
+        assert not answer.success
+        assert "until this server ends: kv (the device does not answer)" in answer.message
+        assert rig.lookup(names(1)) == 0 and not rig.linker.stats()
+        assert control._detach(pytest.fail, scheduler(), None).success
 
 
 def test_an_error_of_any_kind_is_an_answer_and_the_scheduler_lives(
