@@ -11,6 +11,7 @@ from typing import Any
 
 import linker_engine
 import pytest
+import torch
 from linker_engine import Rig, damage, names, wait_for
 from prometheus_client import REGISTRY
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -27,8 +28,14 @@ from tutti.integration.sglang.options import HICACHE
 from tutti.store_numbers import DRIVES
 
 
-def scheduler(idle: bool = True) -> Any:
-    return SimpleNamespace(is_fully_idle=lambda: idle)
+def scheduler(idle: bool = True, other_fails: bool = False) -> Any:
+    """Of the first of two ranks."""
+
+    def reduce(failed: torch.Tensor, op: object) -> None:
+        failed.fill_(max(int(failed), other_fails))
+
+    tree = SimpleNamespace(_all_reduce_attn_groups=reduce)
+    return SimpleNamespace(is_fully_idle=lambda: idle, tree_cache=tree)
 
 
 def test_clear_forgets_every_page_and_the_linker_goes_on(tmp_path: Path) -> None:
@@ -91,6 +98,21 @@ def test_a_detach_reports_a_pool_that_was_not_closed(
         assert "until this server ends: kv (the device does not answer)" in answer.message
         assert rig.lookup(names(1)) == 0 and not rig.linker.stats()
         assert control._detach(pytest.fail, scheduler(), None).success
+
+
+@pytest.mark.parametrize("what", ["clear", "detach", "attach"])
+def test_what_failed_on_another_rank_has_failed(tmp_path: Path, what: str) -> None:
+    """SGLang returns the answer of the first rank alone."""
+    with Rig(tmp_path) as rig:
+        rig.fill(1)
+        assert rig.store(names(8), range(8))
+        request = getattr(control, f"_{what}")
+        asked = attach_request() if what == "attach" else None
+        answer = request(pytest.fail, scheduler(other_fails=True), asked)
+        assert not answer.success
+        if what != "clear":
+            assert "another rank" in answer.message
+        assert request(pytest.fail, scheduler(), asked).success
 
 
 def test_an_error_of_any_kind_is_an_answer_and_the_scheduler_lives(

@@ -90,6 +90,7 @@ def _hook(
 ) -> Callable[..., Any]:
     """A hook that applies ``action`` to every linker, only while the scheduler is idle.
 
+    The answer is a success only if all ranks that share a model's KV succeed.
     output: SGLang's type of the answer.  of_hicache: the hook if there is no linker.
     """
 
@@ -109,6 +110,9 @@ def _hook(
         except Exception as error:  # any error: the scheduler must survive
             _log.exception("Tutti: %s failed", what)
             done, message = False, f"{what}: {type(error).__name__}: {error}"
+        # SGLang returns the answer of the first rank alone.
+        if storages.on_any_rank(scheduler, not done) and done:
+            done, message = False, f"{what}: failed on another rank; see its log"
         _log.info("Tutti: %s", message)
         more = {} if what == "clear" else {"message": message}
         return getattr(io_struct, output)(success=done, **more)
