@@ -489,10 +489,9 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if failed:
             for load in batch.queued:  # a probe reads these before requests do
                 load.stored_pool.remember(load.keys)
-            for stored_pool in {load.stored_pool for load in batch.queued}:
+        for stored_pool in {load.stored_pool for load in batch.queued}:
+            if failed:
                 stored_pool.reads.failure()
-        elif good:
-            for stored_pool, _, nbytes, _ in batch.moved():
-                if nbytes:  # what was read ahead says nothing about the medium now
-                    stored_pool.reads.success(closes=False)
+            elif good:  # it may have been read before the medium failed
+                stored_pool.reads.success(closes=False)
         return good

@@ -369,16 +369,15 @@ class ReadAhead(Owned):
     def _ended(self, staged: _Staged, flight: Flight, over: bool, duration_s: float) -> None:
         error = staged.read.outcome() if over else None
         if over and error is None:
-            stored_pool = staged.read.stored_pool
-            metrics, layers = stored_pool.metrics, stored_pool.store.layout.layers
-            stored_pool.reads.success(closes=False)
+            metrics = staged.read.stored_pool.metrics
+            layers = staged.read.stored_pool.store.layout.layers
             self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
             # Counted here: any number of batches may use it.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             metrics.count("ahead_pages", len(staged.read.keys))
             nbytes, seconds = self._trials.observe(flight, duration_s)
-            if nbytes and not stored_pool.kv_pool.trailing:
+            if nbytes and not staged.read.stored_pool.kv_pool.trailing:
                 self._measured(nbytes, seconds)
             return
         self._failed(staged, error)
