@@ -130,6 +130,8 @@ _MAIN = "main"
 _FILES = {"quantization_param_path": "scales", "modelopt_checkpoint_restore_path": "restored"}
 #: All arguments that change it.
 _MORE_OVERRIDES = (*_FILES, "modelopt_quant", "model_loader_extra_config")
+#: Makes the late layers write the windows of only the last tokens of a prefill (DeepSeek-V4.1).
+_REPLAY = "enable_decoder_swa_bounded_replay"
 #: Environment variables that change the order of bytes in a page of the same shape.
 _ORDERS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 
@@ -142,6 +144,8 @@ def _more_overrides(args: Any) -> str:
     given |= {_FILES[name]: version_at_start(file) for name, file in files.items()}
     orders = {name: EnvField.get(getattr(envs, name)) for name in _ORDERS}
     given |= {name: to for name, to in orders.items() if to != getattr(envs, name).default}
+    if resolution_result(args, _REPLAY, None):
+        given[_REPLAY] = True
     given |= _draft(args)
     return json.dumps(given, sort_keys=True, default=str) if given else ""
 

@@ -138,10 +138,13 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
         {"modelopt_quant": "fp8"},
         {"modelopt_quant": {"quant_algo": "fp8"}},
         {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
+        {"enable_decoder_swa_bounded_replay": True},
     ):
         with _context(**given):
             seen.add(adapter.served_model().overrides)
-    assert len(seen) == 7
+    assert len(seen) == 8
+    with _context(enable_decoder_swa_bounded_replay=False):
+        assert adapter.served_model().overrides == "{}"
     scales.write_text("{ }")
     version_at_start.cache_clear()
     for name in ("quantization_param_path", "modelopt_checkpoint_restore_path"):
