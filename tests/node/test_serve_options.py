@@ -8,7 +8,7 @@ import re
 import signal
 from dataclasses import fields
 from pathlib import Path
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 
 import numpy as np
 import pytest
@@ -163,6 +163,22 @@ def end(process: Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
+
+
+def test_an_agent_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child inherits that
+    try:
+        process = start_process(tmp_path / "s", tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(TimeoutExpired):  # an agent that stops needs a quarter of that
+            process.wait(1.0)
+        with NodeStore(str(tmp_path / "s"), LAYOUT, "16MiB", lookup_timeout_s=LOOKUP_S) as store:
+            assert store.connected
+    finally:
+        end(process)
 
 
 def test_clients_have_the_agents_settings(tmp_path: Path, seed: int) -> None:

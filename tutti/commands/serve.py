@@ -229,7 +229,9 @@ def _quotas(sizes: list[tuple[str, int]], budgets: list[tuple[str, int]]) -> tup
 
 
 def _serve(agent: Agent, path: str) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a script.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = [signal.signal(number, lambda *_: agent.stop()) for number in numbers]
     try:
         agent.serve(lambda: print(f"serving on {path}", file=sys.stderr, flush=True))
