@@ -251,6 +251,25 @@ def test_bad_arguments(opener: Opener, rng: np.random.Generator) -> None:
         store.match(keys)
 
 
+@pytest.mark.parametrize("name", ["", "*", "mine\0001", "0=mine"])
+def test_the_name_of_a_pin_may_be_any(
+    opener: Opener, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a pin, and its end is that of no other."""
+    monkeypatch.setattr(client, "LISTED_MAX", 4)
+    store = opener()
+    store.allocate_memory(10)
+    keys = some_keys(rng, 10)
+    store.put(keys, np.arange(10)).wait(30)
+    assert store.match(keys[:6], pin="mine") == 6  # of two messages
+    assert store.match(keys[6:], pin=name) == 4
+    assert store.stats()["busy_objects"] == 10
+    store.unpin(name)
+    assert store.stats()["busy_objects"] == 6
+    store.unpin("mine")
+    assert store.stats()["busy_objects"] == 0
+
+
 def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
     store = opener(capacity="12MiB", pin_share=0.25)
     capacity = store.stats()["capacity_objects"]

@@ -164,10 +164,12 @@ class NodeStore(Owned, Store):
 
     def unpin(self, name: str | None = None) -> None:
         """See ObjectStore; pins of other processes stay."""
-        if not name:
+        if name is None:
             self._pin_parts.clear()
-        for part in range(self._pin_parts.pop(name or "", 1)):
-            self._ask(Unpin(_pin(name or "", part)))
+            self._ask(Unpin())
+            return
+        for part in range(self._pin_parts.pop(name, 1)):
+            self._ask(Unpin(_pin(name, part)))
 
     def _look_ups(
         self, kind: type[_LookUp], keys: Keys, pin: bool | str, proven: bool
@@ -282,7 +284,9 @@ class NodeStore(Owned, Store):
 
 
 def _pin(pin: bool | str, part: int) -> str:
-    """The pin as in messages: its name, "" for no pin, "*" for a pin without a name."""
+    """The pin as in messages: its part and name, which may be any (SGLang's users choose the ids of
+    requests); "" for no pin, "*" for a pin without a name.
+    """
     if isinstance(pin, str):
-        return f"{pin}\0{part}" if part and pin not in ("", "*") else pin
+        return f"{part}={pin}"
     return "*" if pin else ""
