@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -98,6 +101,16 @@ def test_intervals_as_json_are_one_object(
     said = capsys.readouterr()
     assert json.loads(said.out) == {"intervals": 2}
     assert "load p99" in said.err, "the lines go there"
+
+
+def test_a_reader_of_intervals_that_goes_away(agent: RunningAgent) -> None:
+    agent.connect().close()  # which makes the pool
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tutti.cli", "stat", f"unix:{agent.path}", "--watch", "0.1"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_a_restart_of_the_agent_is_an_interval_from_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
@@ -89,15 +90,16 @@ def _totals(path: str, name: str) -> CommandResult:
 
 
 def _watch(read: Any, interval_s: float, count: int | None, stream: TextIO) -> int:
-    print(_line(_HEADINGS), file=stream, flush=True)
     before, before_s, lines = read(), time.monotonic(), 0
-    while count is None or lines < count:
-        time.sleep(interval_s)
-        now, now_s = read(), time.monotonic()
-        print(_line(_row(before, now, now_s - before_s)), file=stream, flush=True)
-        lines += 1
-        if now["connected"]:
-            before, before_s = now, now_s
+    with contextlib.suppress(BrokenPipeError):  # after `| head -3` the result is not read either
+        print(_line(_HEADINGS), file=stream, flush=True)
+        while count is None or lines < count:
+            time.sleep(interval_s)
+            now, now_s = read(), time.monotonic()
+            print(_line(_row(before, now, now_s - before_s)), file=stream, flush=True)
+            lines += 1
+            if now["connected"]:
+                before, before_s = now, now_s
     return lines
 
 
