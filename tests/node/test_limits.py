@@ -21,6 +21,7 @@ from waiting import wait_until
 from store.pools import some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout
 from tutti.node import called_operations, client_transfers, listener, remote_catalogue
+from tutti.node.connection import Connection
 from tutti.node.messages import HEADER, VERSION, Failure, Hello, frame, read_reply
 from tutti.node.pool_service import ClientSession
 from tutti.transfers.store_config import StoreConfig
@@ -121,6 +122,19 @@ def test_without_a_free_descriptor_clients_are_told_and_others_go_on(
         assert store.stats()["reconnects"] == 0
     # The descriptor of one that was refused may be free only after the next has come.
     assert caplog.text.count("no connection could be accepted") in ((0, 1) if left else (1,))
+
+
+def test_a_client_without_a_free_descriptor_is_told_why(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, open(os.devnull) as file:
+        server.bind(path)
+        server.listen()
+        connection = Connection(path, WAIT_S)
+        peer, _ = server.accept()
+        with peer, contextlib.closing(connection):
+            socket.send_fds(peer, [b"a welcome"], [file.fileno()])
+            with free_files(0), pytest.raises(AgentRefused, match="ulimit -n"):
+                connection.open(Hello(VERSION), WAIT_S)
 
 
 def test_a_peer_whose_groups_cannot_be_read_is_told_why() -> None:

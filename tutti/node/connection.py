@@ -76,9 +76,14 @@ class Connection:
         files: list[int] = []
         self.send(hello, timeout_s)
         try:
-            part, files, _, _ = socket.recv_fds(
+            part, files, flags, _ = socket.recv_fds(
                 self._socket, _RECEIVE_NBYTES, FILES_MAX, socket.MSG_CMSG_CLOEXEC
             )
+            if flags & socket.MSG_CTRUNC:
+                raise AgentRefused(
+                    "this process has as many files open as it may, so it cannot get those of the"
+                    " pool; close others, or raise its limit (ulimit -n)"
+                )
             self._came = part
             if not part:
                 raise self._lost("it closed the connection")
