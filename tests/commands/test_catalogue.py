@@ -208,7 +208,8 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
             assert f"{bad}.tutti" in listed.pop(bad)["error"]["message"]
         assert {name: found["objects"] for name, found in listed.items()} == {**names, one_name: 0}
         assert main(["stat", socket]) == 3
-        shown = capsys.readouterr().out
-        assert "error: " in shown and all(f"pool  {name}" in shown for name in names)
+        said = capsys.readouterr()
+        assert all(f"pool  {name}" in said.out for name in (*names, "bad", "bad-too"))
+        assert "error: " in said.out and "tutti: pool bad-too: " in said.err
     assert main(["ls", str(tmp_path / "pool.tutti"), "--pool", one]) == 2
     assert "pool.tutti is not one; remove it" in capsys.readouterr().err

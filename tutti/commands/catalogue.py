@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -148,6 +149,7 @@ def _shown(show: Callable[[str], CommandResult], name: str) -> CommandResult:
     except AgentLost:
         raise
     except TuttiError as error:
+        print(f"tutti: pool {name}: {error}", file=sys.stderr, flush=True)
         found = {"type": type(error).__name__, "message": str(error)}
         return CommandResult({"error": found}, f"error: {error}", EXIT_UNUSABLE)
 
