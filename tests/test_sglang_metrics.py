@@ -90,6 +90,8 @@ def test_the_recorder_counts_and_hands_out_samples_once() -> None:
     metrics.from_store({**stats, "free_objects": 0})
     assert metrics.snapshot()["fullness"] == 1
     assert metrics.snapshot()["agent_away"] == 0, "an embedded store has none"
+    metrics.from_store({**stats, "connected": 0})
+    assert metrics.snapshot()["agent_away"] == 1
     assert metrics.take_samples(LOAD) == ([4], [4096 / 0.5 / 1e9])
     assert metrics.take_samples(LOAD) == ([], [])
     assert {name.split("/")[0] for name in got} <= set(METRICS)
