@@ -208,6 +208,8 @@ def test_what_is_not_an_agent_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "unix:SOCKET" in capsys.readouterr().err
     assert main(["stat", "unix:/nowhere", "--count", "3"]) == 2
     assert "--watch" in capsys.readouterr().err
+    assert main(["stat", "unix:/nowhere", "--watch", "1e10"]) == 2
+    assert "--watch is 10000000000.0; pass 0 to 86400 seconds" in capsys.readouterr().err
     assert main(["stat", "unix:/nowhere"]) == 3
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tutti.arguments import above_zero, positive
+from tutti.base.checks import seconds
 from tutti.base.histogram import BOUNDS_S, quantile_s
 from tutti.base.terminal import facts
 from tutti.base.units import format_duration, format_nbytes
@@ -60,6 +61,7 @@ def stat(args: argparse.Namespace) -> CommandResult:
         raise ConfigError("--count needs --watch; pass the length of an interval")
     if args.watch is None:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
+    seconds("--watch", args.watch)
     with connect(args.pool, pool=args.name, profile=None) as store:
         lines = _watch(store.stats, args.watch, args.count, sys.stderr if args.json else sys.stdout)
     return CommandResult({"intervals": lines}, f"{lines} intervals")
