@@ -148,7 +148,7 @@ class AgentPools:
 
     def _named(self, start: str) -> str:
         names = self.names()
-        found = [start] if start in names else [name for name in names if name.startswith(start)]
+        found = [start] if start and start in names else [n for n in names if n.startswith(start)]
         if not names:
             raise PoolNotFound("the agent has no pools yet; a client with a layout makes one")
         if len(found) != 1:
