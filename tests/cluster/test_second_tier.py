@@ -220,6 +220,16 @@ def test_the_budget_of_bytes_ends_a_chain(tmp_path: Path, faults: Faults, seed: 
         assert second.store.match(keys) == 3
 
 
+def test_limits_below_a_page_let_one_through(tmp_path: Path, faults: Faults, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 2)
+    config = faults.config(prefetch_nbytes=1, queue_nbytes=1, staging_nbytes=1)
+    with nodes(tmp_path, config) as (first, second):
+        for number in range(2):
+            first.share(keys[number : number + 1])
+        second.find(keys)  # a page for each look-up
+        second.load(keys)
+
+
 def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, seed: int) -> None:
     rng = np.random.default_rng(seed)
     nbytes = 4 * LAYOUT.object_nbytes

@@ -84,7 +84,8 @@ class RemoteConfig:
     client_ttl_s: for how long a key that failed is not tried again; Mooncake's name for it.
     failures_max: failures in a row after which no call is made for ``client_ttl_s``.
     queue_nbytes: limit of pages that wait for replication.  prefetch_nbytes: limit of pages
-    fetched for one look-up.  staging_nbytes: memory that both copy through.
+    fetched for one look-up.  Each is one page at least.  staging_nbytes: memory that both copy
+    through.
     tenants: namespaces whose pages go to the tenant of the same name (its tenant_id); pages of
     other namespaces go to the tenant_id of ``options``.
     """

@@ -153,7 +153,7 @@ class Tier:
         replicate = self._config.replicate
         if replicate == "off" or (first and replicate != "first") or not len(keys):
             return
-        room = self._config.queue_nbytes // self._store.layout.object_nbytes
+        room = max(1, self._config.queue_nbytes // self._store.layout.object_nbytes)
         names = [key.tobytes() for key in keys]
         with self._changed:
             known = (self._replicated, self._failed, self._offered, *self._gone)
@@ -363,7 +363,7 @@ class Tier:
             return
         found = prefix(keys, self._call(EXISTS, keys, None) == ValueStatus.DONE)
         self._count("absent", len(keys) - len(found))
-        budget = self._config.prefetch_nbytes // self._store.layout.object_nbytes
+        budget = max(1, self._config.prefetch_nbytes // self._store.layout.object_nbytes)
         self._count("over_budget", len(found[budget:]))
         parts, reads = deque(split(found[:budget], self._part)), deque[Read]()
         free = itertools.cycle(range(len(self._in_use)))
