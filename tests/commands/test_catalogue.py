@@ -211,5 +211,6 @@ def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
         said = capsys.readouterr()
         assert all(f"pool  {name}" in said.out for name in (*names, "bad", "bad-too"))
         assert "error: " in said.out and "tutti: pool bad-too: " in said.err
+        assert main(["ls", socket, "--member", str(tmp_path / "other")]) == 2, "of all pools"
     assert main(["ls", str(tmp_path / "pool.tutti"), "--pool", one]) == 2
     assert "pool.tutti is not one; remove it" in capsys.readouterr().err

@@ -79,6 +79,6 @@ def _own_address(master: str) -> str:
         except OSError as error:
             raise RemoteFailed(
                 f"there is no way to the Mooncake master {master} ({error}); correct its name in"
-                " --remote"
+                " --remote, or the network"
             ) from error
         return str(probe.getsockname()[0])

@@ -142,11 +142,11 @@ def of_each_pool(args: argparse.Namespace, show: Callable[[str], CommandResult])
 def _shown(show: Callable[[str], CommandResult], name: str) -> CommandResult:
     """One of several pools, or why it cannot be opened, so that the others are shown all the same.
 
-    Raises AgentLost.
+    Raises AgentLost, and ConfigError for arguments.
     """
     try:
         return show(name)
-    except AgentLost:
+    except (AgentLost, ConfigError):
         raise
     except TuttiError as error:
         print(f"tutti: pool {name}: {error}", file=sys.stderr, flush=True)
@@ -221,7 +221,7 @@ def export(args: argparse.Namespace) -> CommandResult:
         left = len(np.unique(keys, axis=0)) - count
     text = f"{count} objects exported, {format_nbytes(nbytes)}"
     if left:
-        text += f", {left} left out: they were evicted meanwhile, or pins have reached pin_share"
+        text += f", {left} left out: evicted meanwhile, with damaged records, or beyond pin_share"
     result = {"exported": count, "left_out": left, "payload_nbytes": nbytes}
     return CommandResult(result, text, EXIT_FAILED if left else EXIT_OK)
 
