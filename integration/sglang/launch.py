@@ -196,6 +196,6 @@ def refused_arguments(arguments: Sequence[str]) -> str:
     ServerArgs.add_cli_args(parser)
     try:
         parser.parse_args(list(arguments))
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
         return str(error)
     return ""

@@ -43,6 +43,8 @@ def test_sglang_takes_the_command_of_the_linker() -> None:
 
 def test_a_wrong_argument_is_refused() -> None:
     assert "no-such" in launch.refused_arguments(["--model-path", "m", "--no-such-argument"])
+    adapters = ["--model-path", "m", "--lora-paths", '{"lora_name": "a"}']
+    assert "'lora_path' keys" in launch.refused_arguments(adapters), "an assertion of SGLang's"
 
 
 def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
