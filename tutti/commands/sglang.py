@@ -304,11 +304,8 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
         yield CheckResult("plugin", "fails", f"SGLANG_PLUGINS leaves it out; add {PLUGIN}")
     else:
         yield CheckResult("plugin", "ok", "weight updates are detected")
-    if page_size == 1:
-        yield CheckResult("page size", "fails", "1 token is too small to store; use --page-size 64")
-    else:
-        text = f"{page_size} tokens"
-        yield _either("page size", page_size >= 16, text, f"{text} make small objects; use 64")
+    small = f"{page_size} makes small objects, which are slow, or too small to store; use 64"
+    yield _either("page size", page_size >= 16, f"{page_size} tokens", small)
     yield CheckResult("admin key", "unknown", f"{_NO_ADMIN_KEY}start SGLang with one")
     if mode == LINKER:
         yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
