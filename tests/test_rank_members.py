@@ -189,6 +189,11 @@ def test_the_command_prints_the_shares(
     assert main([*words, "--", "--tp", "3"]) == 2
     assert "4 files and devices for 3 ranks" in capsys.readouterr().err
     assert main([*words, "--", "--tp", "many"]) == 2
+    capsys.readouterr()
+    for threads, code in ((2, 0), (3, 2)):
+        option = f"--option=service_threads={threads}"
+        assert main([*words, option, "--", "--tp", "2"]) == code
+    assert "the KV pool of a rank has 2 of these paths" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_rule_and_the_numa_nodes(

@@ -172,6 +172,12 @@ def run_command(args: argparse.Namespace) -> CommandResult:
         if failed := next((each for each in found if each.verdict == "fails"), None):
             raise (CapacityError if failed.what == "space" else PoolNotFound)(failed.text)
         shares = share(args.path, ranks)
+        files, threads = len(shares.of(0, "", is_kv=True)), options.get("service_threads", 0)
+        if threads > files:
+            raise ConfigError(
+                f"option 'service_threads' is {threads}, and the KV pool of a rank has {files} of "
+                f"these paths; give {files} at most, or more paths"
+            )
     if args.mode == LINKER and (cuda := _cuda(probe.probe_cuda())).verdict == "fails":
         print(f"warning: {cuda.text}", file=sys.stderr)
     checked, note = _check(arguments)
