@@ -27,9 +27,9 @@ class SecondTouch:
         wanted = np.ones(len(keys), np.bool_)
         for row, key in enumerate(keys):
             name = key.tobytes()
-            wanted[row] = name in self._touched
+            # Taken out and put at the end: another thread may clear in between.
+            wanted[row] = self._touched.pop(name, False) is None
             self._touched[name] = None
-            self._touched.move_to_end(name)
         for _ in range(len(self._touched) - _TOUCHED_MAX):
             self._touched.popitem(last=False)
         self._metrics.count("declined_pages", len(keys) - int(np.count_nonzero(wanted)))

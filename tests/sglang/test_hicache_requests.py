@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,26 @@ def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> No
     assert counts["dropped_pages"] == counts["over_budget_pages"] == 8 - stored
     assert counts["written_today_bytes"] == counts["device_written_bytes"] > 0
     assert 1 <= counts["bytes_written_per_byte_stored"] < 2
+    storage.close()
+
+
+def test_a_clear_while_pages_are_offered(tmp_path: Path) -> None:
+    """SGLang clears on its scheduler's thread, also while another one stores."""
+
+    class Cleared(OrderedDict[bytes, None]):
+        def __setitem__(self, key: bytes, value: None) -> None:
+            super().__setitem__(key, value)
+            self.clear()
+
+    pool = hp.mha_pool("page_first")
+    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"second_touch": True}), {})
+    storage.register_mem_pool_host(pool)
+    second_touch = storage._stores["kv"]._second_touch
+    assert second_touch is not None
+    second_touch._touched = Cleared()
+    hashes = [f"{i:064x}" for i in (1, 2)]
+    assert storage.batch_set_v1(hashes, hp.indices(pool, [0, 1])) == [True, True]
+    assert not storage.counters()["kv"].get("errors")
     storage.close()
 
 
