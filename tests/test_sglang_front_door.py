@@ -64,6 +64,7 @@ def test_what_sglang_adds_to_every_backends_options_is_taken() -> None:
     [
         ({"verfy": "off"}, "did you mean 'verify'"),
         ({"zzz": 1}, "known are path"),
+        ({"tp_lcm_size": 4}, "unknown option 'tp_lcm_size'"),
         ({"verify": "maybe"}, "one of always, sampled, off"),
         ({"timeout_s": 0}, "at least 0.001"),
         ({"timeout_s": "1"}, "a number"),

@@ -79,7 +79,7 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
             replicated=replicated,
             nodes=self._model.nodes,
         )
-        if storage_config.should_split_heads:
+        if (storage_config.tp_lcm_size or 0) > storage_config.tp_size:
             raise ConfigError("tp_lcm_size splits pages by heads, which Tutti does not; remove it")
         if storage_config.dcp_size > 1:
             raise Unsupported("decode context parallelism splits pages; start with --dcp-size 1")

@@ -190,7 +190,6 @@ SGLANG_KEYS: Mapping[str, Mapping[str, str]] = {
         "prefetch_timeout_base": "float",
         "prefetch_timeout_per_ki_token": "float",
         "hicache_storage_pass_prefix_keys": "bool",
-        "tp_lcm_size": "int",
         "file_storage_path": "str",  # from --file-storage-path, put into every backend's object
     },
     LINKER: {},

@@ -169,4 +169,5 @@ def test_what_splits_pages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="dcp-size"):
         TuttiHiCacheStorage(hp.config(tmp_path, is_mla_model=True, **split), {})
     with pytest.raises(ConfigError, match="tp_lcm_size"):
-        TuttiHiCacheStorage(hp.config(tmp_path, should_split_heads=True), {})
+        TuttiHiCacheStorage(hp.config(tmp_path, tp_lcm_size=2), {})
+    TuttiHiCacheStorage(hp.config(tmp_path, tp_lcm_size=1), {}).close()
