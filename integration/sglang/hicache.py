@@ -60,7 +60,6 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
     ) -> None:
         """Checks options and version; raises ConfigError or Unsupported."""
         adapter.check_version()
-        adapter.load_page_hashes()
         self._options = parse_options(storage_config.extra_config, HICACHE)
         WATCH.check(self._options["allow_unwatched_weights"])
         self._config = storage_config
@@ -302,6 +301,8 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         raise own or PoolError(f"another rank could not open its pool: {'; '.join(refusals)}")
 
     def _open(self, name: str, host_pool: Any, capacity: int) -> None:
+        if name == KV:
+            adapter.load_page_hashes()
         fragments = PageFragments(host_pool, name)
         identity = identity_of(self._options, self._model, self._config.model_name or "")
         rank = self._parallel_rank

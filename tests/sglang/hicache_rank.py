@@ -1,9 +1,9 @@
 """Two ranks of HiCache, for test_hicache_requests.py: `hicache_rank.py FOLDER`, where each writes
 what it was answered.
 
-The ranks find each other as SGLang's do; the second one's pool cannot be opened at first, its
-`clear` fails once, and its device holds a load.  They are forks of a process that has imported
-SGLang for both.
+The ranks find each other as SGLang's do; the second one's pool cannot be opened at first, nor its
+page hashes be compiled, its `clear` fails once, and its device holds a load.  They are forks of a
+process that has imported SGLang for both.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import host_pools as hp
 import torch
 from server_nursery import die_with_parent
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+from sglang.srt.mem_cache.cpp_utils import native_hash
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -59,6 +60,11 @@ def live(folder: Path, rank: int) -> None:
         "kv": _attach(folder, rank, {"capacity": "4KiB"} if rank else {}, None),
         "sidecar": _attach(folder, rank, {}, "page_head" if rank else "page_first"),
     }
+    load = native_hash._load_native_hash_module
+    if rank:
+        native_hash._load_native_hash_module = _no_compiler
+    said["hashes"] = _attach(folder, rank, {}, None)
+    native_hash._load_native_hash_module = load
     storage = _storage(folder, rank, {})
     storage.register_mem_pool_host(hp.mha_pool("page_first"))
     storage.on_host_pools_registered()
@@ -124,6 +130,10 @@ def _clearing(storage: TuttiHiCacheStorage) -> Any:
         return ClearHiCacheReqOutput(success=True)
 
     return clear
+
+
+def _no_compiler() -> None:
+    raise RuntimeError("made up") from OSError("no g++")
 
 
 def _late() -> None:

@@ -39,7 +39,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"said{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize(("what", "reason"), [("kv", "MiB"), ("sidecar", "--hicache-mem-layout")])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("kv", "MiB"), ("sidecar", "--hicache-mem-layout"), ("hashes", "install g++")],
+)
 def test_a_pool_of_one_rank_that_cannot_be_opened_fails_all(
     said: list[dict[str, Any]], what: str, reason: str
 ) -> None:

@@ -65,7 +65,9 @@ def test_page_hashes_are_loaded_before_a_server_serves(
     if mode == LINKER:
         Rig(tmp_path).linker.close()
     else:
-        TuttiHiCacheStorage(host_pools.config(tmp_path), {}).close()
+        storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
+        storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
+        storage.close()
     assert load.cache_info().currsize == 1
     assert "page hashes loaded in" in caplog.text
 
@@ -94,8 +96,9 @@ def test_page_hashes_that_cannot_be_compiled_are_an_error_at_start(
         raise RuntimeError("Failed to load") from OSError("no g++")
 
     monkeypatch.setattr(native_hash, "_load_native_hash_module", fail)
+    storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
     with pytest.raises(adapter.Unsupported, match=r"no g\+\+.*install g\+\+"):
-        TuttiHiCacheStorage(host_pools.config(tmp_path), {})
+        storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
 
 
 def test_a_process_without_a_server_has_an_empty_model() -> None:
