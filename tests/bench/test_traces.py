@@ -65,18 +65,17 @@ def test_a_bad_line_is_refused_with_its_number(bad: str) -> None:
         parse_trace([line(), "", bad])
 
 
-@pytest.mark.parametrize("name", ["timestamp", "output_length", "hash_ids"])
 @pytest.mark.parametrize(
-    "words",
+    ("name", "words"),
     [
-        ["replay", "--trace", "{trace}", "--dir", "{folder}"],
-        ["bench", "eviction", "--trace", "{trace}"],
-        ["simulate", "--workload", "mooncake", "--data", "{trace}"],
+        ("timestamp", ["replay", "--trace", "{trace}", "--dir", "{folder}"]),
+        ("output_length", ["bench", "eviction", "--trace", "{trace}"]),
+        ("hash_ids", ["simulate", "--workload", "mooncake", "--data", "{trace}"]),
     ],
     ids=["replay", "eviction", "simulate"],
 )
 def test_a_trace_with_a_gap_is_refused_by_every_command(
-    words: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gap = {key: value for key, value in GOOD.items() if key != name}
     trace = tmp_path / "trace.jsonl"
