@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from tutti.base.units import MiB
 from tutti.bench import fio
@@ -204,12 +204,10 @@ def test_a_fio_that_dies_or_hangs_says_why_and_is_gone(
         fio.run_fio(FioJob("f", "read", 4096, 4096, 4096))
     if (tmp_path / "pid").exists():
         child = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
-        for _ in range(1000):
-            if not child.exists() or child.read_text().split()[2] == "Z":
-                break
-            time.sleep(0.01)
-        else:
-            raise AssertionError("a child of fio is left")
+        wait_until(
+            lambda: not child.exists() or child.read_text().split()[2] == "Z",
+            "a child of fio is left",
+        )
 
 
 def test_rows_stay_when_fio_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from typing import Any
 
 import pytest
 from gio_uring.drives.test_admin import READY, FakeDrive, brought_up
 from gio_uring.test_controller_vfio import DEPTH, Rig
+from waiting import wait_until
 
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring import _native
@@ -238,10 +238,8 @@ def test_a_command_is_late_until_it_ends_and_no_longer() -> None:
     controller, drive = RigController(rig), NativeDrive(rig.handle or 0, "rig")
     engine = Engine(controller, depth=DEPTH)
     job = engine.flush([1], timeout_s=0.01)
-    deadline_s = time.monotonic() + 30
-    while not (late := drive.late()):
-        assert time.monotonic() < deadline_s
-    ((qid, cid, _),) = late
+    wait_until(drive.late)
+    ((qid, cid, _),) = drive.late()
     rig.complete(0, cid, 0)
     assert job.wait_released(30)
     assert qid == 1
