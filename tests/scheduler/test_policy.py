@@ -24,7 +24,6 @@ from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.scheduler.state_changes import Scheduler
-from tutti.scheduler.trace import replay
 
 MS = 1_000_000
 MB = 1_000_000
@@ -215,13 +214,6 @@ def test_fixed_writes_one_window_at_a_time() -> None:
     one.run()
     writes = [when for when, direction, _ in one.launches if direction == "write"]
     assert writes == [MS * n for n in range(20)]
-
-
-def test_a_trace_replays_to_the_same_bytes() -> None:
-    one = drive()
-    mixed(one)
-    one.run()
-    assert list(replay(one.trace, SlackPolicy(Limits(probe_us=1e9)), one.profile)) == one.trace
 
 
 def busy(one: Drive) -> None:
