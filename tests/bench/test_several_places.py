@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loop_devices import Loop, loop_devices
+from loop_devices import loop_devices
 
 from tutti import cli
 from tutti.base.units import MiB
@@ -38,11 +38,7 @@ def _few_calls_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def devices(tmp_path: Path) -> Iterator[list[str]]:
     with loop_devices(tmp_path) as make:
-        yield two(make)
-
-
-def two(make: Loop) -> list[str]:
-    return [make(), make()]
+        yield [make(), make()]
 
 
 def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, object]:
