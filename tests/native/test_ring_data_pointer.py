@@ -106,22 +106,10 @@ def test_one_extent_is_a_data_block_without_a_list(builder: BuildList) -> None:
     assert built.list == [UNTOUCHED, UNTOUCHED]
 
 
-def test_contiguous_extents_stay_one_descriptor(builder: BuildList) -> None:
-    built = builder("sgl", [(0x1000, 0x1000), (0x2000, 0x800), (0x2800, 8)], 16)
-    assert built.sgl() == [(0x1000, 0x1808)]
-
-
 def test_a_join_never_overflows_the_descriptor_length(builder: BuildList) -> None:
     three_gib = 3 << 30
     built = builder("sgl", [(0, three_gib), (three_gib, three_gib)], 32)
     assert built.sgl() == [(0, three_gib), (three_gib, three_gib)]
-
-
-def test_a_descending_neighbour_is_not_joined(builder: BuildList) -> None:
-    assert builder("sgl", [(0x2000, 0x1000), (0x1000, 0x1000)], 32).sgl() == [
-        (0x2000, 0x1000),
-        (0x1000, 0x1000),
-    ]
 
 
 def test_sgl_list_that_is_too_small_is_refused(builder: BuildList) -> None:
