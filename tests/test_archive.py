@@ -50,9 +50,8 @@ def loaded(store: Any, keys: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("target", ["file", "agent"])
 def test_chains_travel(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     source, archive = str(tmp_path / "source.tutti"), str(tmp_path / "a.tkv")
     with tutti.open(source, LAYOUT, "32MiB") as store:
         keys, contents = stored(store, rng)
@@ -109,9 +108,8 @@ def exported(tmp_path: Path, rng: np.random.Generator) -> tuple[bytes, Any, list
     return file.getvalue(), keys, contents
 
 
-def test_a_damaged_file_stores_no_wrong_byte(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_file_stores_no_wrong_byte(tmp_path: Path, rng: np.random.Generator) -> None:
     """Any one byte, and any end: refused, and what was stored before is right."""
-    rng = np.random.default_rng(seed)
     whole, keys, contents = exported(tmp_path, rng)
     by_key = {key.tobytes(): content for key, content in zip(keys, contents, strict=True)}
     with tutti.open(str(tmp_path / "target.tutti"), LAYOUT, "32MiB") as store:
@@ -174,9 +172,10 @@ def test_another_model_and_another_version_are_refused(tmp_path: Path, seed: int
         assert not len(store.catalogue.keys())
 
 
-def test_what_is_exported_is_not_evicted_meanwhile(tmp_path: Path, seed: int) -> None:
+def test_what_is_exported_is_not_evicted_meanwhile(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     """Another client fills the pool during the export."""
-    rng = np.random.default_rng(seed)
     with running(tmp_path) as agent, agent.connect(capacity="12MiB") as store:
         keys, contents = stored(store, rng)
         file = Slow(lambda: crowd(agent, rng))

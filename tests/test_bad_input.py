@@ -306,9 +306,8 @@ def flip(path: Path, byte: int, bit: int) -> None:
         content[byte] ^= 1 << bit
 
 
-def test_bits_flipped_in_superblocks(path: Path, seed: int) -> None:
+def test_bits_flipped_in_superblocks(path: Path, rng: np.random.Generator) -> None:
     """One copy is enough; without a whole one nothing is guessed."""
-    rng = np.random.default_rng(seed)
     original = path.read_bytes()
     for _ in range(12):
         path.write_bytes(original)
@@ -337,9 +336,8 @@ def make_unclean(path: Path) -> None:
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_bits_flipped_in_slot_records(path: Path, clean: bool, seed: int) -> None:
+def test_bits_flipped_in_slot_records(path: Path, clean: bool, rng: np.random.Generator) -> None:
     """Its object is gone; with a snapshot that still names it, the load reports it."""
-    rng = np.random.default_rng(seed)
     if not clean:
         make_unclean(path)
     used = RECORD_DTYPE.fields["digests"][1] + 8 * GEOMETRY.layers  # type: ignore[index]
@@ -353,8 +351,7 @@ def test_bits_flipped_in_slot_records(path: Path, clean: bool, seed: int) -> Non
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_bits_flipped_in_payload(path: Path, clean: bool, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_bits_flipped_in_payload(path: Path, clean: bool, rng: np.random.Generator) -> None:
     if not clean:
         make_unclean(path)
     layer = int(rng.integers(GEOMETRY.layers))

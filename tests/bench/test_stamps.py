@@ -20,12 +20,11 @@ PAGES = np.array([4, 0, 2])
 
 @pytest.mark.parametrize("order", [None, PAGE_FIRST_DIRECT])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_byte_counts(layout: KVLayout, order: str | None, seed: int) -> None:
+def test_every_byte_counts(layout: KVLayout, order: str | None, rng: np.random.Generator) -> None:
     pool = HostMemory.allocate(layout, 5, order=order, hugepages=False)
     stamps, keys = Stamps(pool), numbered_keys([7, 8, 9])
     stamps.fill(PAGES, keys)
     assert not stamps.wrong(PAGES, keys).any()
-    rng = np.random.default_rng(seed)
     for row, page in enumerate(PAGES.tolist()):
         content = bytearray(pool.read(page))
         at = int(rng.integers(len(content)))

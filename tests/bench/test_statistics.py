@@ -25,8 +25,7 @@ def test_an_interval_holds_its_median_and_is_repeatable() -> None:
     assert bootstrap_median([2.0] * 7).low == 2.0
 
 
-def test_intervals_cover_the_true_median_as_often_as_they_say(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_intervals_cover_the_true_median_as_often_as_they_say(rng: np.random.Generator) -> None:
     covered = 0
     for _ in range(200):
         interval = bootstrap_median(rng.normal(size=15).tolist())

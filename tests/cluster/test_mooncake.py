@@ -100,9 +100,8 @@ def test_pages_that_were_removed_are_misses_on_both_nodes(
 
 
 def test_a_killed_segment_server_costs_misses_only(
-    tmp_path: Path, cluster: Cluster, seed: int
+    tmp_path: Path, cluster: Cluster, rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
     with nodes(tmp_path, tier(cluster)) as (first, second):
         shared(first, keys)
@@ -118,9 +117,8 @@ def test_a_killed_segment_server_costs_misses_only(
 
 
 def test_a_stopped_segment_server_costs_its_deadline_only(
-    tmp_path: Path, cluster: Cluster, seed: int
+    tmp_path: Path, cluster: Cluster, rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
     with nodes(tmp_path, tier(cluster)) as (first, second):
         shared(first, keys)
@@ -141,8 +139,9 @@ def _gone(node: Node) -> bool:
     return bool(node.remote()["absent"])
 
 
-def test_a_killed_master_costs_misses_only(tmp_path: Path, cluster: Cluster, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_killed_master_costs_misses_only(
+    tmp_path: Path, cluster: Cluster, rng: np.random.Generator
+) -> None:
     keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
     with nodes(tmp_path, tier(cluster)) as (first, second):
         shared(first, keys)
@@ -159,9 +158,8 @@ def test_a_killed_master_costs_misses_only(tmp_path: Path, cluster: Cluster, see
         second.load(new)
 
 
-def test_a_partition_costs_its_deadline_only(tmp_path: Path, seed: int) -> None:
+def test_a_partition_costs_its_deadline_only(tmp_path: Path, rng: np.random.Generator) -> None:
     """Packets to and from the segment server are lost, while the master is reached."""
-    rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, PAGES), some_keys(rng, PAGES)
     with contextlib.closing(Cable()) as far, running(tmp_path / "m", 0, far.near) as cluster:
         cluster.add_segment(far=far)

@@ -128,9 +128,8 @@ def test_wrong_bytes_are_never_served(
 
 @pytest.mark.parametrize("fault", ["hang", "fail", *map(slow, ("die", "raise"))])
 def test_a_failing_remote_store_is_left_alone_and_tried_again(
-    tmp_path: Path, faults: Faults, seed: int, fault: str
+    tmp_path: Path, faults: Faults, rng: np.random.Generator, fault: str
 ) -> None:
-    rng = np.random.default_rng(seed)
     keys, own = some_keys(rng, 4), some_keys(rng, 4)
     config = faults.config(timeout_s=1.5, failures_max=2)
     with nodes(tmp_path, config) as (first, second):
@@ -230,8 +229,9 @@ def test_limits_below_a_page_let_one_through(tmp_path: Path, faults: Faults, see
         second.load(keys)
 
 
-def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_what_waits_for_replication_is_bounded(
+    tmp_path: Path, faults: Faults, rng: np.random.Generator
+) -> None:
     nbytes = 4 * LAYOUT.object_nbytes
     faults.set("hang")
     config = faults.config(queue_nbytes=nbytes, timeout_s=3000.0)
@@ -247,8 +247,9 @@ def test_what_waits_for_replication_is_bounded(tmp_path: Path, faults: Faults, s
         assert list(node.tier._offered) == [key.tobytes() for key in keys[4:]]  # the newest
 
 
-def test_a_chain_that_is_too_late_is_not_fetched(tmp_path: Path, faults: Faults, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_chain_that_is_too_late_is_not_fetched(
+    tmp_path: Path, faults: Faults, rng: np.random.Generator
+) -> None:
     keys = some_keys(rng, 4)
     small = LAYOUT.object_nbytes * 2
     config = faults.config(timeout_s=0.75, staging_nbytes=small)

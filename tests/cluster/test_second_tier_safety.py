@@ -339,8 +339,9 @@ def test_each_call_has_the_whole_timeout(
         assert timeouts == [faults.config().timeout_s] * 2
 
 
-def test_copies_that_fail_do_not_stop_fetches(tmp_path: Path, faults: Faults, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_copies_that_fail_do_not_stop_fetches(
+    tmp_path: Path, faults: Faults, rng: np.random.Generator
+) -> None:
     keys, own = some_keys(rng, 4), some_keys(rng, 4)
     config = faults.config(failures_max=1, client_ttl_s=3000.0)
     with nodes(tmp_path, config) as (first, second):
@@ -391,8 +392,9 @@ def test_the_tier_goes_on_once_its_staging_memory_is_free(
         second.load(keys)
 
 
-def test_copies_and_fetches_take_turns(tmp_path: Path, faults: Faults, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_copies_and_fetches_take_turns(
+    tmp_path: Path, faults: Faults, rng: np.random.Generator
+) -> None:
     chains = [some_keys(rng, 1) for _ in range(6)]
     with nodes(tmp_path, faults.config(staging_nbytes=2 * LAYOUT.object_nbytes), 1) as (node,):
         own = some_keys(rng, 4)

@@ -53,9 +53,8 @@ def test_a_prompts_pages_are_named_by_its_tokens(
 
 @pytest.mark.parametrize("where", ["file", "files", "agent"])
 def test_chains_are_listed_pinned_and_removed(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     keys = some_keys(rng, 6)
     first, members = keys[0].tobytes().hex(), []
     quotas = (Quota("team", 1 << 20),)
@@ -169,10 +168,9 @@ def test_keys_that_are_not_in_the_pool_are_named(
 
 
 def test_an_agent_with_several_pools_lists_each_and_is_asked_for_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
     """Also pools that no process has asked for since the agent started."""
-    rng = np.random.default_rng(seed)
     other = KVLayout.mha(
         layers=2, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="other-model"
     )

@@ -33,8 +33,9 @@ def agent(tmp_path: Path) -> Iterator[RunningAgent]:
     running.stop()
 
 
-def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_totals(
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
+) -> None:
     with agent.connect() as store:
         assert main(["stat", f"unix:{agent.path}"]) == 0
         assert "amplification" not in capsys.readouterr().out, "nothing is stored"
@@ -62,10 +63,9 @@ def test_totals(agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: i
 
 
 def test_an_interval_shows_what_happened_in_it(
-    agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
     """Look-ups before the first line are not in it."""
-    rng = np.random.default_rng(seed)
     keys = some_keys(rng, 8)
     with agent.connect() as store:
         memory = store.allocate_memory(4)
@@ -145,9 +145,8 @@ def test_a_restart_of_the_agent_is_an_interval_from_nothing(
 
 
 def test_a_damaged_page_is_one_error(
-    agent: RunningAgent, capsys: pytest.CaptureFixture[str], seed: int
+    agent: RunningAgent, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     with agent.connect() as store:
         memory, keys = store.allocate_memory(2), some_keys(rng, 1)
         (content,) = fill(memory, [0], rng)

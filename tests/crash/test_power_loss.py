@@ -279,9 +279,8 @@ def test_images(durability: str, executor: str, tmp_path: Path, seed: int) -> No
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_superblock_may_tear(members: int, tmp_path: Path, seed: int) -> None:
+def test_a_superblock_may_tear(members: int, tmp_path: Path, rng: np.random.Generator) -> None:
     """Every write of one, in pools that were cleared before and whose better copy is A, then B."""
-    rng = np.random.default_rng(seed)
     life = Life("flush", blank(members), frozenset(), set(), set())
     for steps in (["put"], ["put", "clear", "put"], ["put", "put", "clear"], ["clear", "put"]):
         Recording(life, tmp_path, "threads", rng).run(steps)
@@ -290,9 +289,8 @@ def test_a_superblock_may_tear(members: int, tmp_path: Path, seed: int) -> None:
         life = checked(life, len(life.entries), NOTHING, rng)
 
 
-def test_every_prefix(tmp_path: Path, seed: int) -> None:
+def test_every_prefix(tmp_path: Path, rng: np.random.Generator) -> None:
     """Without damage and with some, at every length of the log."""
-    rng = np.random.default_rng(seed)
     life = Life("process", blank(1), frozenset(), set(), set())
     Recording(life, tmp_path, "threads", rng).run(["put", "clear", "put"])
     for cut in range(len(life.entries) + 1):
@@ -300,9 +298,8 @@ def test_every_prefix(tmp_path: Path, seed: int) -> None:
             checked(life, cut, damage, rng)
 
 
-def test_a_format_over_an_old_pool(tmp_path: Path, seed: int) -> None:
+def test_a_format_over_an_old_pool(tmp_path: Path, rng: np.random.Generator) -> None:
     """Until it is done there is the old pool, a typed error, or the new pool; no mixture."""
-    rng = np.random.default_rng(seed)
     life = Life("flush", blank(2), frozenset(), set(), set())
     Recording(life, tmp_path, "threads", rng).run(["put"])
     old = checked(life, len(life.entries), NOTHING, rng)
@@ -328,9 +325,8 @@ def test_a_format_over_an_old_pool(tmp_path: Path, seed: int) -> None:
                 check_usable(store, [rng.bytes(16)])
 
 
-def test_what_was_not_proven_is_never_trusted(tmp_path: Path, seed: int) -> None:
+def test_what_was_not_proven_is_never_trusted(tmp_path: Path, rng: np.random.Generator) -> None:
     """Opened after a crash and closed cleanly without a load: still nothing has been verified."""
-    rng = np.random.default_rng(seed)
     life = Life("process", blank(1), frozenset(), set(), set())
     Recording(life, tmp_path, "threads", rng).run(["put", "put"])
     cut = next(i for i, mark in enumerate(life.marks) if mark.kind == "close")

@@ -83,8 +83,7 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def test_pages_travel_by_runs(rig: Rig, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_pages_travel_by_runs(rig: Rig, rng: np.random.Generator) -> None:
     rig.buffer.array[:] = rng.integers(0, 256, rig.buffer.nbytes, dtype=np.uint8)
     sent = [rig.slice_bytes(page, layer) for layer in range(LAYERS) for page in (1, 4, 2, 7, 0)]
     digests = np.zeros((5, LAYERS), np.uint64)

@@ -148,9 +148,8 @@ print(store.match(keys), store.stats()["reconnects"])
 
 
 def test_a_session_that_ends_after_the_plan_of_a_load_is_a_miss(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     with running(tmp_path / "agent") as agent, agent.connect(profile=None) as store:
         memory, keys = store.allocate_memory(8), some_keys(rng, 4)
         contents = fill(memory, range(4), rng)
@@ -173,10 +172,9 @@ def test_a_session_that_ends_after_the_plan_of_a_load_is_a_miss(
 
 
 def test_while_the_agent_is_away_everything_misses(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "LISTED_MAX", 4)  # look-ups take two messages
-    rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
     with pytest.raises(AgentLost, match="start one"):
@@ -275,9 +273,8 @@ def test_a_put_does_not_wait_for_an_agent_that_hangs(
 
 
 def test_an_agent_that_hangs_is_a_miss_after_the_deadline(
-    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rng = np.random.default_rng(seed)
     path, folder = tmp_path / "s", tmp_path / "pools"
     folder.mkdir()
     agent = start_process(path, folder)
@@ -463,9 +460,10 @@ def test_a_session_that_was_closed_is_not_lost(tmp_path: Path) -> None:
         assert counters.lost == 1
 
 
-def test_a_new_agent_waits_for_the_files_of_an_old_client(tmp_path: Path, seed: int) -> None:
+def test_a_new_agent_waits_for_the_files_of_an_old_client(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     """A client that is stopped could still write: the pool cannot be opened before it has gone."""
-    rng = np.random.default_rng(seed)
     path, folder, log = tmp_path / "s", tmp_path / "pools", tmp_path / "log"
     folder.mkdir()
     agent = start_process(path, folder)

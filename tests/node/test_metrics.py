@@ -60,8 +60,7 @@ def serving(folder: Path, port: int) -> Iterator[str]:
         assert process.wait(30) == 0
 
 
-def test_an_agent_publishes_its_pools(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_an_agent_publishes_its_pools(tmp_path: Path, rng: np.random.Generator) -> None:
     port = free_port()
     with serving(tmp_path, port) as path:
         assert total(read_page(port), "tutti_agent_open_sessions") == 0

@@ -122,8 +122,7 @@ class IndexModel(RuleBasedStateMachine):
 TestIndexModel = IndexModel.TestCase
 
 
-def test_churn_at_full_load_against_a_dict(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_churn_at_full_load_against_a_dict(rng: np.random.Generator) -> None:
     slots = 3000
     index = Index(slots)
     slot_of: dict[int, int] = {}

@@ -129,8 +129,9 @@ def test_a_launch_that_fails_fails_its_load_and_no_other(
 
 @pytest.mark.parametrize("unit", [16, 4, 1])
 @pytest.mark.parametrize("programs", [1, 5, 64])
-def test_the_kernel_moves_these_bytes_alone(unit: int, programs: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_the_kernel_moves_these_bytes_alone(
+    unit: int, programs: int, rng: np.random.Generator
+) -> None:
     sizes = [unit * n for n in (1, 100, 700)]
     there, here = (
         [rng.integers(0, 256, (12, size + gap * unit), np.uint8) for size in sizes]

@@ -18,9 +18,8 @@ from tutti.transfers.store_config import StoreConfig
 
 
 def test_a_put_that_finds_no_space_cuts_no_other_that_is_written_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     path = tmp_path / "pool"
     tutti.format([path], LAYOUT, 3 << 20)
     config = StoreConfig(schedule=Schedule(Linear(), policy=OneByOne), timeout_s=2.0)

@@ -28,9 +28,8 @@ OBJECT_KIB = OBJECT_NBYTES // 1024
 
 
 def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     # A day's budget whose hour is three objects.
     quotas = (f"small={4 * OBJECT_KIB}KiB", f"slow={24 * 3 * OBJECT_KIB}KiB")
     options = ("--quota", quotas[0], "--write-quota", quotas[1])
@@ -72,9 +71,8 @@ def test_a_namespace_evicts_its_own_and_stays_within_its_bytes_of_a_day(
     assert found["slow"]["written_nbytes"] == 3 * OBJECT_NBYTES
 
 
-def test_what_the_quota_drops_takes_nothing_from_the_budget(seed: int) -> None:
+def test_what_the_quota_drops_takes_nothing_from_the_budget(rng: np.random.Generator) -> None:
     quota = Quota("small", 4 * OBJECT_NBYTES, write_budget=24 * 6 * OBJECT_NBYTES)
-    rng = np.random.default_rng(seed)
     with opened(formatted(), quotas=(quota,), write_budget=24 * 7 * OBJECT_NBYTES) as store:
         store.allocate_memory(16)
         keys = some_keys(rng, 16)
@@ -93,10 +91,9 @@ def test_what_the_quota_drops_takes_nothing_from_the_budget(seed: int) -> None:
 
 @pytest.mark.parametrize("present", [0, 6])
 def test_a_chain_longer_than_its_quota_keeps_its_start(
-    present: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    present: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where each page is a part of its own, and some were there before."""
-    rng = np.random.default_rng(seed)
     quota = Quota("small", 10 * OBJECT_NBYTES)
     schedule = Schedule(Linear(), policy=OneByOne)
     with opened(formatted(), quotas=(quota,), schedule=schedule) as store:
@@ -142,9 +139,10 @@ def test_of_a_put_in_parts_every_refused_page_is_counted(
     assert (small["over_quota"], small["over_budget"], found["over_budget"]) == counts
 
 
-def test_what_was_dropped_has_nothing_behind_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_dropped_has_nothing_behind_it(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though a budget has more a moment later."""
-    rng = np.random.default_rng(seed)
     schedule = Schedule(Linear(), policy=OneByOne)  # each page is a part
     with opened(formatted(), write_budget=2**40, schedule=schedule) as store:
         monkeypatch.setattr(store._queue, "_short", 1)
@@ -159,9 +157,8 @@ def test_what_was_dropped_has_nothing_behind_it(seed: int, monkeypatch: pytest.M
 
 
 def test_behind_a_batch_that_cannot_start_the_quota_drops_what_it_would(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     with opened(formatted(), write_budget=24 * 10 * OBJECT_NBYTES) as store:
         store.allocate_memory(16)
         monkeypatch.setattr(store._writer, "batch_pages", 4)
@@ -181,8 +178,7 @@ def test_behind_a_batch_that_cannot_start_the_quota_drops_what_it_would(
     assert ticket.outcome.tolist() == each
 
 
-def test_what_finds_no_space_takes_nothing_from_the_budget(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_what_finds_no_space_takes_nothing_from_the_budget(rng: np.random.Generator) -> None:
     quota = Quota("slow", write_budget=24 * 8 * OBJECT_NBYTES)
     with opened(formatted(), quotas=(quota,), write_budget=24 * 100 * OBJECT_NBYTES) as store:
         store.allocate_memory(32)
@@ -201,8 +197,7 @@ def test_what_finds_no_space_takes_nothing_from_the_budget(seed: int) -> None:
         assert second.stored == 8 - first.stored, "eight an hour"
 
 
-def test_usage_is_what_a_scan_finds(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_usage_is_what_a_scan_finds(rng: np.random.Generator) -> None:
     names = ("a", "b", "c")
     most = {"a": 6, "b": 20, "c": 1000}
     quotas = tuple(Quota(name, most[name] * OBJECT_NBYTES) for name in names)

@@ -23,9 +23,10 @@ from tutti.pool import record_table
 N = 200
 
 
-def test_more_records_than_a_block_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_records_than_a_block_holds(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record_table, "_BLOCK_OBJECTS_NBYTES", 0)
-    rng = np.random.default_rng(seed)
     keys, pages = some_keys(rng, N), np.arange(N)
     store = opened(formatted(geometry=replace(GEOMETRY, group_slots=16, groups=16)))
     assert store._writer.batch_pages < N // 3, "a put takes several batches"

@@ -69,9 +69,8 @@ def groups_resident_nbytes(store: ObjectStore) -> int:
     return sum(controller.resident_nbytes(BlockRange(nsid, first, nlb)) for nsid in nsids)
 
 
-def test_bytes_survive_every_plan(paths: list[Path], seed: int) -> None:
+def test_bytes_survive_every_plan(paths: list[Path], rng: np.random.Generator) -> None:
     """Objects are put under one plan and loaded under the next, and after a new opening."""
-    rng = np.random.default_rng(seed)
     keys = some_keys(rng, PAGES)
     step = PAGES // 6
     with open_pool(paths) as store:

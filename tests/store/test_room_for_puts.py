@@ -24,9 +24,8 @@ PAGES = 12
 @pytest.mark.parametrize("eviction", ["mq", "lru"])
 @pytest.mark.parametrize("ask", ["match", "present"])
 def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
-    ask: str, eviction: str, tmp_path: Path, seed: int
+    ask: str, eviction: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    rng = np.random.default_rng(seed)
     config = tutti.StoreConfig(eviction=eviction)
     path = tmp_path / "pool"
     with tutti.open(path, LAYOUT, "8MiB", profile=None, config=config) as store:
@@ -49,8 +48,7 @@ def test_a_put_of_what_a_look_up_missed_does_not_wait_for_space(
         assert evicted <= 20 * PAGES + slots // 16, "not more than the puts need, but once"
 
 
-def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, rng: np.random.Generator) -> None:
     with tutti.open([tmp_path / "pool"], LAYOUT, "8MiB") as store:
         store.allocate_memory(PAGES)
         slots = store.stats()["capacity_objects"]
@@ -69,9 +67,9 @@ def test_look_ups_alone_evict_a_sixteenth_once(tmp_path: Path, seed: int) -> Non
         assert store.stats()["free_objects"] <= slots // 16 + 2 * (slots // 64 + 1) + PAGES
 
 
-def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-
+def test_a_policy_that_fails_does_not_end_the_thread(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     class Failing:
         def victims(self, view: Any, n: int) -> Any:
             raise ValueError("made up")
@@ -90,10 +88,9 @@ def test_a_policy_that_fails_does_not_end_the_thread(tmp_path: Path, seed: int) 
 
 
 def test_a_full_pool_makes_room_for_the_next_short_put(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one is written, so that none of them has to choose what goes."""
-    rng = np.random.default_rng(seed)
     with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
         slots = store.stats()["capacity_objects"]
         reserve = reserve_slots(slots)

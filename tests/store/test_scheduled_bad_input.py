@@ -30,9 +30,8 @@ def open_pool(path: Path, **settings: object) -> tutti.ObjectStore:
 
 @pytest.mark.parametrize("jump_ns", [HOUR_NS, -HOUR_NS, 10**18])
 def test_a_clock_that_jumps_stops_nothing_and_loses_nothing(
-    jump_ns: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    jump_ns: int, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     now_ns, offset, jumps = SystemClock.now_ns, [HOUR_NS], threading.Event()
 
     def jumping(clock: SystemClock) -> int:
@@ -88,8 +87,7 @@ def test_a_clock_that_jumps_is_told_once(
     assert abs(seconds - jump_ns / 1e9) < 600
 
 
-def test_a_load_of_100_000_keys_of_a_file(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_load_of_100_000_keys_of_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
     with open_pool(tmp_path, verify="off") as store:
         memory = store.allocate_memory(2 * PAGES)
         contents = fill(memory, range(4), rng)
@@ -105,8 +103,9 @@ def test_a_load_of_100_000_keys_of_a_file(tmp_path: Path, seed: int) -> None:
         wait_until(lambda: store.stats()["scheduler"]["loads_waiting"] == 0)
 
 
-def test_a_put_larger_than_the_backlog_is_stored_whole(tmp_path: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_put_larger_than_the_backlog_is_stored_whole(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     limits = Limits(locked_pages=PAGES // 2, staged_pages=0)
     with open_pool(tmp_path, schedule=Schedule(Linear(), limits)) as store:
         memory = store.allocate_memory(2 * PAGES)

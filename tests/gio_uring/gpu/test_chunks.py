@@ -33,8 +33,7 @@ def memory_of(rig: object) -> MemoryController:
     return controller
 
 
-def test_the_next_transfer_is_read_while_the_one_before_is_copied(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_the_next_transfer_is_read_while_the_one_before_is_copied(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
         keys = some_keys(rng, 8)
         contents = rig.fill(list(range(8)), rng)
@@ -55,9 +54,10 @@ def test_the_next_transfer_is_read_while_the_one_before_is_copied(seed: int) -> 
         assert [rig.pool.read(8 + n) for n in range(8)] == contents
 
 
-def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(seed: int) -> None:
+def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(
+    rng: np.random.Generator,
+) -> None:
     """Two streams take layers by turns: the first one stands still, and layer 1 is copied."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(verify="off") as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
@@ -81,9 +81,10 @@ def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(seed: int) 
         assert [rig.pool.read(page) for page in pages] == contents
 
 
-def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(seed: int) -> None:
+def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(
+    rng: np.random.Generator,
+) -> None:
     """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(staging_nbytes=SHORT, verify="off") as rig:
         keys, pages = some_keys(rng, 24), list(range(24))
         contents = rig.fill(pages, rng)
@@ -132,9 +133,8 @@ def test_any_number_of_pages_goes_through_any_staging(
             assert [rig.pool.read(page) for page in target] == contents
 
 
-def test_a_put_frees_its_stream_while_the_medium_stands_still(seed: int) -> None:
+def test_a_put_frees_its_stream_while_the_medium_stands_still(rng: np.random.Generator) -> None:
     """Nothing on the stream of stores waits for the SSD, so it may share a channel."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(timeout_s=30.0) as rig:
         keys, pages = some_keys(rng, 12), list(range(12))
         rig.fill(pages, rng)
@@ -149,8 +149,9 @@ def test_a_put_frees_its_stream_while_the_medium_stands_still(seed: int) -> None
         assert ticket.wait(10).stored == 12
 
 
-def test_a_page_larger_than_the_staging_is_put_without_a_wait_on_the_stream(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_page_larger_than_the_staging_is_put_without_a_wait_on_the_stream(
+    rng: np.random.Generator,
+) -> None:
     with rig_over_memory(staging_nbytes=24 << 10) as rig:
         (content,) = rig.fill([3], rng)
         assert len(content) > 24 << 10
@@ -163,9 +164,8 @@ def test_a_page_larger_than_the_staging_is_put_without_a_wait_on_the_stream(seed
 
 
 def test_a_submitter_enqueues_the_first_layers_alone(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     go_on = threading.Event()
     run = StreamQueue._run
 
@@ -191,9 +191,10 @@ def test_a_submitter_enqueues_the_first_layers_alone(
 
 
 @pytest.mark.parametrize("verify", ["off", "always"])
-def test_all_layers_of_a_transfer_go_on_the_stream_in_a_few_calls(seed: int, verify: str) -> None:
+def test_all_layers_of_a_transfer_go_on_the_stream_in_a_few_calls(
+    rng: np.random.Generator, verify: str
+) -> None:
     """In each the thread releases the GIL, and another may hold it for 5 ms."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(verify=verify) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
@@ -206,9 +207,8 @@ def test_all_layers_of_a_transfer_go_on_the_stream_in_a_few_calls(seed: int, ver
 
 
 def test_what_waits_behind_the_medium_is_bounded(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     monkeypatch.setattr(stream_queue, "CALLS_MAX", 40)
     monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 40)
     with rig_over_memory(has_copy_batch=False, plain=True, verify="off", timeout_s=30.0) as rig:
@@ -229,9 +229,8 @@ def test_what_waits_behind_the_medium_is_bounded(
 
 
 def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     with rig_over_memory(verify="off", timeout_s=5.0) as rig:
         keys, _ = rig.stored(rng, 8)
         compute = rig.driver.create_stream()
@@ -255,10 +254,9 @@ def test_a_queue_that_cannot_follow_a_stream_moves_nothing_more(
 
 @pytest.mark.parametrize("lost", ["together", "is_event_done"])
 def test_loads_end_when_the_context_is_lost(
-    seed: int, monkeypatch: pytest.MonkeyPatch, lost: str
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """While layers wait to be put on the stream, or once all are there."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(timeout_s=60.0) as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         rig.fill(pages, rng)
@@ -295,9 +293,8 @@ def test_memory_of_a_gpu_is_registered_once() -> None:
 
 
 def test_a_call_that_the_driver_lacks_ends_the_load(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     with rig_over_memory() as rig:
         keys, contents = rig.stored(rng, 8)
 
@@ -314,8 +311,7 @@ def test_a_call_that_the_driver_lacks_ends_the_load(
         assert [rig.pool.read(page) for page in range(8, 16)] == contents
 
 
-def test_a_part_of_extents_is_the_same_slices(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_a_part_of_extents_is_the_same_slices(rng: np.random.Generator) -> None:
     for _ in range(50):
         runs = int(rng.integers(1, 6))
         count = rng.integers(1, 5, runs)
@@ -338,8 +334,9 @@ def test_a_part_of_extents_is_the_same_slices(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pages", [8, 24])
-def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(seed: int, pages: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(
+    rng: np.random.Generator, pages: int
+) -> None:
     with rig_over_memory(verify="off") as rig:
         keys = some_keys(rng, pages)
         rig.fill(list(range(pages)), rng)
@@ -353,10 +350,9 @@ def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(seed: int, pages
 
 
 def test_a_cuda_error_of_a_thread_that_looks_ends_the_load(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that puts a layer does: no waiter is left with a timeout."""
-    rng = np.random.default_rng(seed)
     for module in (moved_job, overlap):
         monkeypatch.setattr(module, "CALLS_MAX", 1)  # one layer at a time
     with rig_over_memory() as rig:

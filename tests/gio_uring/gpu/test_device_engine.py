@@ -103,9 +103,12 @@ def device_rig(
 @pytest.mark.parametrize("staging", [1 << 20, 120 << 10])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_travel(
-    kind: str, staging: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    staging: int,
+    rng: np.random.Generator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rng = np.random.default_rng(seed)
     with device_rig(kind, tmp_path, monkeypatch, staging) as rig:
         for tensor in (t for row in rig.tensors for t in row):
             tensor.array[:] = rng.integers(0, 256, tensor.numel(), dtype=np.uint8)
@@ -351,10 +354,9 @@ def test_a_cancelled_gate_ends_the_job(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_kernel_mover_fills_its_tables(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine `host` with the SM copy in place of the copy engine."""
-    rng = np.random.default_rng(seed)
     monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver()
     controller = MemoryController([4 << 20])
@@ -392,10 +394,9 @@ def test_the_kernel_mover_fills_its_tables(
 
 @pytest.mark.parametrize("lba_nbytes", [512, 4096])
 def test_without_sgls_the_padding_lies_in_staging(
-    lba_nbytes: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lba_nbytes: int, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real commands, of several slices each, whose PRPs name memory in a row."""
-    rng = np.random.default_rng(seed)
     monkeypatch.setattr(device_code, "compile_cubin", lambda *_, **__: b"\x7fELF")
     driver = StandInDriver()
     RingingKernels(driver)
@@ -445,8 +446,7 @@ def test_a_driver_that_ends_long_kernels_gets_no_persistent_one(
         assert job.wait_released(10)
 
 
-def test_no_slice_is_in_two_shares(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_no_slice_is_in_two_shares(rng: np.random.Generator) -> None:
     for _ in range(200):
         runs = np.zeros(int(rng.integers(1, 40)), RUN_DTYPE)
         runs["skip"] = rng.integers(0, 2, runs.size) * 4096

@@ -219,9 +219,8 @@ def test_pages_come_back_whole_and_layer_by_layer_in_turns(
 
 
 def test_a_whole_read_that_fails_lets_its_streams_go_and_is_no_trial(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(seed)
     monkeypatch.setattr(PipelineChooser, "overlap", Overlap.CROSS)
     with rig_over_memory(timeout_s=1.0, verify="off") as rig:
         keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)

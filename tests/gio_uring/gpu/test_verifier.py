@@ -20,9 +20,10 @@ from tutti.pool import pool_format
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["digests known", "digests read"])
-def test_a_kernel_compares_pages_before_their_layer_is_released(seed: int, cached: bool) -> None:
+def test_a_kernel_compares_pages_before_their_layer_is_released(
+    rng: np.random.Generator, cached: bool
+) -> None:
     """In GPU memory, so that a wrong copy is damage, too; no digest is compared by the host."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory(digest_cache_nbytes=1 << 20 if cached else 0) as rig:
         keys = some_keys(rng, 8)
         contents = rig.fill(list(range(8)), rng)
@@ -49,9 +50,8 @@ def test_a_kernel_compares_pages_before_their_layer_is_released(seed: int, cache
         assert [rig.pool.read(8 + i) for i in good] == [contents[i] for i in good]
 
 
-def test_a_kernel_computes_the_digests_of_a_put(seed: int) -> None:
+def test_a_kernel_computes_the_digests_of_a_put(rng: np.random.Generator) -> None:
     """Those of the host, which compares its own here, and none of them by the host."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory() as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
@@ -65,9 +65,8 @@ def test_a_kernel_computes_the_digests_of_a_put(seed: int) -> None:
     assert stats["mismatches"] == 0
 
 
-def test_a_copy_out_that_goes_wrong_is_found_by_the_load(seed: int) -> None:
+def test_a_copy_out_that_goes_wrong_is_found_by_the_load(rng: np.random.Generator) -> None:
     """As the digest is that of the page, not of what was copied to staging."""
-    rng = np.random.default_rng(seed)
     with rig_over_memory() as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         rig.fill(pages, rng)
@@ -85,8 +84,7 @@ def test_a_copy_out_that_goes_wrong_is_found_by_the_load(seed: int) -> None:
         assert caught.value.pages == (3,)
 
 
-def test_tables_that_do_not_fit_are_compared_by_the_host(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_tables_that_do_not_fit_are_compared_by_the_host(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
         keys, pages = some_keys(rng, 8), list(range(8))
         contents = rig.fill(pages, rng)
@@ -98,8 +96,7 @@ def test_tables_that_do_not_fit_are_compared_by_the_host(seed: int) -> None:
         assert rig.store.stats()["gpu_verified_layers"] == 0
 
 
-def test_damage_in_a_file_fails_its_pages_alone(seed: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(seed)
+def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:
     path = str(tmp_path / "pool.tutti")
     pool_format.format([path], LAYOUT, 16 << 20)
     driver = StandInDriver()

@@ -191,9 +191,8 @@ def traced(policy: Any, rng: np.random.Generator, *, is_due: bool) -> Any:
         return trace
 
 
-def test_writes_go_between_layers_and_never_into_one_that_is_due(seed: int) -> None:
+def test_writes_go_between_layers_and_never_into_one_that_is_due(rng: np.random.Generator) -> None:
     """Seen by the drive.  A policy that minds nothing shows that it would see them."""
-    rng = np.random.default_rng(seed)
     assert writes_among_reads(traced(LayerByLayer, rng, is_due=False), range(LAYERS)) > 0
     for _ in range(3):
         due = traced(SlackPolicy, rng, is_due=True)
