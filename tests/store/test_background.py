@@ -25,14 +25,13 @@ from tutti.scheduler.state import Decision
 def test_puts_and_loads_do_not_wait_for_proofs(rng: np.random.Generator) -> None:
     """As after a crash.  Of the proof only that flies which was issued before they came."""
     seen: list[tuple[Any, Decision]] = []
-    images = formatted()
-    controller = controller_of(images)
+    controller = controller_of(formatted())
     limits = Limits(staged_pages=0, probe_us=1e15)  # the interference is known
     schedule = Schedule(
         Linear(interference=4.0, read_gbps=0.001), limits, record=lambda *one: seen.append(one)
     )
     with opened(
-        images, controller=controller, schedule=schedule, window_nbytes=1 << 14, timeout_s=60.0
+        [], controller=controller, schedule=schedule, window_nbytes=1 << 14, timeout_s=60.0
     ) as store:
         store.allocate_memory(24)
         keys = some_keys(rng, 12)
@@ -75,10 +74,9 @@ def test_puts_and_loads_do_not_wait_for_proofs(rng: np.random.Generator) -> None
 def test_a_load_ahead_goes_behind_puts_until_something_waits_for_it(
     rng: np.random.Generator, waits: bool
 ) -> None:
-    images = formatted()
-    controller = controller_of(images)
+    controller = controller_of(formatted())
     schedule = Schedule(Linear(read_gbps=0.001), Limits(staged_pages=0, probe_us=1e15))
-    with opened(images, controller=controller, schedule=schedule, timeout_s=60.0) as store:
+    with opened([], controller=controller, schedule=schedule, timeout_s=60.0) as store:
         pool = store.allocate_memory(24)
         contents = fill(pool, np.arange(8), rng)
         keys = some_keys(rng, 8)

@@ -76,9 +76,8 @@ def test_a_callback_cannot_close_the_store_that_calls_it(
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_callbacks_of_tickets(rng: np.random.Generator, kind: type[BaseException]) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    store = opened(images, controller=controller)
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
     pool = store.allocate_memory(8)
     fill(pool, range(8), rng)
     keys = some_keys(rng, 2)

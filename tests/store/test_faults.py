@@ -63,9 +63,8 @@ class Held:
 
 
 def test_a_failed_write_takes_the_place_out_of_use(rng: np.random.Generator) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    with opened(images, controller=controller) as store:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
         store.allocate_memory(4)
         keys = some_keys(rng, 4)
         controller.fault_range(1, DATA_LBA, DATA_NLB, OPCODE_WRITE, STATUS_WRITE_FAULT)
@@ -79,9 +78,8 @@ def test_a_failed_write_takes_the_place_out_of_use(rng: np.random.Generator) -> 
 
 
 def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    with opened(images, controller=controller) as store:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
         store.allocate_memory(4)
         keys = some_keys(rng, 4)
         table = GEOMETRY.table_offset // 4096
@@ -94,9 +92,8 @@ def test_a_record_that_fails_is_voided_before_reuse(rng: np.random.Generator) ->
 
 
 def test_a_slot_whose_void_record_fails_does_not_stop_a_clear(rng: np.random.Generator) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    with opened(images, controller=controller) as store:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
         store.allocate_memory(4)
         keys = some_keys(rng, 4)
         table = GEOMETRY.table_offset // 4096
@@ -115,9 +112,8 @@ def test_a_failed_flush_fails_what_was_written_meanwhile(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """The next flush may succeed: the loss is reported only once.  It condemns no place."""
-    images = formatted()
-    controller = controller_of(images)
-    with opened(images, controller=controller, durability="flush") as store:
+    controller = controller_of(formatted())
+    with opened([], controller=controller, durability="flush") as store:
         store.allocate_memory(12)
         keys = some_keys(rng, 12)
         flush = Held(monkeypatch, store.engine, "flush")
@@ -184,9 +180,8 @@ def test_close_ends_what_waits_for_the_next_flush(
 
 
 def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    with opened(images, controller=controller) as store:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
         store.allocate_memory(16)
         keys = some_keys(rng, 8)
         store.put(keys, np.arange(8)).wait(5)
@@ -235,9 +230,8 @@ def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_late_answers_keep_their_memory(rng: np.random.Generator) -> None:
     """After a timeout the pages and slots stay owned until the device has answered."""
-    images = formatted()
-    controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
+    controller = controller_of(formatted())
+    store = opened([], controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 8)
     contents = fill(pool, range(8), rng)
@@ -281,9 +275,8 @@ def test_a_load_that_was_given_up_says_who_has_its_pages(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, proof: bool
 ) -> None:
     """Its data command is on its way, its records cannot be had: no ticket, yet pages in use."""
-    images = formatted()
-    controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
+    controller = controller_of(formatted())
+    store = opened([], controller=controller, timeout_s=1.0, window_nbytes=1 << 30)
     pool = store.allocate_memory(32)
     keys = some_keys(rng, 4)
     contents = fill(pool, range(4), rng)
@@ -338,9 +331,8 @@ def test_what_a_close_cancels_is_closed_and_not_a_failed_drive(
 
 
 def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator) -> None:
-    images = formatted()
-    controller = controller_of(images)
-    store = opened(images, controller=controller, timeout_s=1.0)
+    controller = controller_of(formatted())
+    store = opened([], controller=controller, timeout_s=1.0)
     store.allocate_memory(8)
     keys = some_keys(rng, 4)
     store.put(keys, np.arange(4)).wait(5)
@@ -417,10 +409,9 @@ def test_seeded_faults_never_serve_other_bytes(kind: str, seed: int) -> None:
         "reorder": Faults(seed=seed, reorder_ppm=500_000),
         "delay": Faults(seed=seed, delay_ppm=300_000),
     }[kind]
-    images = formatted()
-    controller = controller_of(images)
+    controller = controller_of(formatted())
     known: dict[bytes, bytes] = {}
-    with opened(images, controller=controller) as store:
+    with opened([], controller=controller) as store:
         pool = store.allocate_memory(32)
         controller.set_faults(faults)
         for _ in range(30):

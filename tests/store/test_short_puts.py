@@ -29,9 +29,8 @@ from tutti.transfers.writer import Writer
 
 def stalled() -> tuple[ObjectStore, MemoryController]:
     """A store whose device is busy: the next command and all later ones wait for `release`."""
-    images = formatted()
-    controller = controller_of(images)
-    store = opened(images, controller=controller)
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
     controller.set_faults(Faults(stall_from=1))
     return store, controller
 

@@ -31,14 +31,13 @@ def stoppable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_put_is_one_job_that_stops_for_a_load(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, stoppable: None
 ) -> None:
-    images = formatted()
-    controller = controller_of(images)
+    controller = controller_of(formatted())
     decisions: list[Decision] = []
     limits = Limits(staged_pages=0, probe_us=1e15)
     schedule = Schedule(
         Linear(interference=4.0), limits, record=lambda _, decision: decisions.append(decision)
     )
-    with opened(images, controller=controller, schedule=schedule, window_nbytes=1 << 14) as store:
+    with opened([], controller=controller, schedule=schedule, window_nbytes=1 << 14) as store:
         monkeypatch.setattr(store._queue, "_short", 1)
         pool = store.allocate_memory(24)
         contents = fill(pool, np.arange(24), rng)

@@ -383,13 +383,12 @@ def writes_between_reads(trace: npt.NDArray[np.uint64]) -> int:
 
 def interleaved(policy: Callable[[Limits], Any], rng: np.random.Generator) -> int:
     """Of five loads whose layers are due, during puts, on a drive that answers slowly."""
-    images = formatted()
-    controller = controller_of(images)
+    controller = controller_of(formatted())
     found = 0
     limits = Limits(staged_pages=0, probe_us=1e15)  # the interference is known
     schedule = Schedule(Linear(interference=4.0), limits, policy=policy)
     with opened(
-        images, controller=controller, schedule=schedule, verify="off", window_nbytes=1 << 15
+        [], controller=controller, schedule=schedule, verify="off", window_nbytes=1 << 15
     ) as store:
         store.allocate_memory(24)
         keys = some_keys(rng, 16)
