@@ -74,26 +74,18 @@ def test_estimates_follow_the_roofline() -> None:
     assert bigger > 3 * ROOFLINE.layer_us(4096, 0)
 
 
-def change(path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    """Puts a value at "io.read.0.2"."""
+def change(path: str, *value: object) -> Callable[[dict[str, Any]], None]:
+    """Puts a value at "io.read.0.2", or removes what is there."""
 
     def apply(made: dict[str, Any]) -> None:
         place: Any = made
-        *parents, last = path.split(".")
+        *parents, last = (int(name) if name.isdigit() else name for name in path.split("."))
         for name in parents:
-            place = place[int(name) if isinstance(place, list) else name]
-        place[int(last) if isinstance(place, list) else last] = value
-
-    return apply
-
-
-def remove(path: str) -> Callable[[dict[str, Any]], None]:
-    def apply(made: dict[str, Any]) -> None:
-        place: Any = made
-        *parents, last = path.split(".")
-        for name in parents:
-            place = place[int(name) if isinstance(place, list) else name]
-        del place[int(last) if isinstance(place, list) else last]
+            place = place[name]
+        if value:
+            (place[last],) = value
+        else:
+            del place[last]
 
     return apply
 
@@ -102,14 +94,14 @@ DAMAGE = [
     (change("kind", "other"), "is not a profile"),
     (change("schema", SCHEMA + 1), "schema"),
     (change("schema", None), "schema"),
-    (remove("io"), "no io"),
-    (remove("compute"), "no compute"),
-    (remove("movers"), "no movers"),
+    (change("io"), "no io"),
+    (change("compute"), "no compute"),
+    (change("movers"), "no movers"),
     (change("io", []), "no io"),
-    (remove("io.read"), "no points"),
+    (change("io.read"), "no points"),
     (change("io.read", []), "no points"),
-    (remove("io.read.1"), "lacks 1 of 6"),
-    (remove("compute.prefill.3"), "lacks 1 of"),
+    (change("io.read.1"), "lacks 1 of 6"),
+    (change("compute.prefill.3"), "lacks 1 of"),
     (change("io.read.0.2", -1.0), "above 0"),
     (change("io.read.0.2", 0), "above 0"),
     (change("io.read.0.2", float("nan")), "numbers"),
