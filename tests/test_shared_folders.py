@@ -104,7 +104,7 @@ def test_links_in_a_circle(shared: Path) -> None:
     [(NOBODY, 0o600, "chown"), (NOBODY, 0o666, "chown"), (0, 0o666, "chmod o-w")],
 )
 def test_a_file_that_another_user_can_change(
-    shared: Path, uid: int, mode: int, remedy: str, capsys: pytest.CaptureFixture[str]
+    shared: Path, uid: int, mode: int, remedy: str
 ) -> None:
     path = shared / "pool"
     make_files([str(path)], GEOMETRY)

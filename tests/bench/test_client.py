@@ -175,7 +175,7 @@ def test_facts_of_a_server_name_no_secret_and_no_place() -> None:
     assert "s3cret" not in json.dumps(public(info))
 
 
-def test_events_are_cut_at_blank_lines_alone(seed: int) -> None:
+def test_events_are_cut_at_blank_lines_alone() -> None:
     """However the bytes arrive, the same events come out."""
     text = b'data: {"a": 1}\r\n\r\ndata: x\ndata: y\n\n: comment\n\nevent: z\n\ndata: [DONE]\n\n'
     text += b"data: not ended"

@@ -162,9 +162,7 @@ def test_the_command(tmp_path: Path) -> None:
         eviction.run(parser.parse_args(["--capacity", "0"]), progress)
 
 
-def test_published_policies_say_how_far_a_policy_can_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_policies_say_how_far_a_policy_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     eviction.add_arguments(parser)
     args = parser.parse_args(["--requests", "40", "--capacity", "0.2", "--published"])

@@ -120,9 +120,7 @@ def test_hugepages_are_added_only_when_allowed(system: Callable[[], list[int]]) 
     assert system() == [0, 0]
 
 
-def test_users_of_hugepages_give_back_their_own_alone(
-    system: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_of_hugepages_give_back_their_own_alone(system: Callable[[], list[int]]) -> None:
     """The first of two to end takes none of the other's."""
     small, large = (FioJob("f", "read", MiB, 1 << 30, 1 << 30, iodepth=d) for d in (1, 32))
     first, second = held([small], allow_sysctl=True), held([large], allow_sysctl=True)

@@ -270,7 +270,7 @@ def test_a_row_that_breaks_costs_no_other_row(
     assert content["rows"][2]["right"]
 
 
-def test_what_went_wrong_first_is_told(machine: GpuUnderTest) -> None:
+def test_what_went_wrong_first_is_told() -> None:
     def work() -> dict[str, Any]:
         try:
             raise CudaError("cuStreamQuery failed", call="cuStreamQuery", code=719)

@@ -222,7 +222,7 @@ def test_fio_without_hugepages_is_skipped_by_name(
         peers.run(args, progress)
 
 
-def test_a_peer_is_measured_once_its_memory_was_collapsed(tmp_path: Path) -> None:
+def test_a_peer_is_measured_once_its_memory_was_collapsed() -> None:
     done = threading.Event()
 
     def collapse() -> None:

@@ -88,9 +88,7 @@ def test_an_interrupted_start_leaves_no_file(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "points": {"a": 1}}'])
-def test_a_torn_or_foreign_partial_is_measured_anew(
-    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_or_foreign_partial_is_measured_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / "p.json.partial").write_text(content)
     points = profile.Points(tmp_path / "p.json.partial", {"grid": 1})
     assert points.done == {}

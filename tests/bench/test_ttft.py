@@ -99,7 +99,7 @@ def test_hits_by_place() -> None:
     assert (cached["storage_tokens"], cached["prompt_tokens"]) == (40, 200)
 
 
-def test_a_growing_queue_is_unstable_and_a_steady_one_is_not(seed: int) -> None:
+def test_a_growing_queue_is_unstable_and_a_steady_one_is_not() -> None:
     def served(rate: float, busy_s: float) -> bool:
         free_s, records = 0.0, []
         for number in range(100):

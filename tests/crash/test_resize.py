@@ -269,7 +269,7 @@ def test_info_and_fsck_say_what_an_interrupted_resize_left(
         assert len(held(store)) == len(KEYS)
 
 
-def test_what_cannot_be_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_resized(tmp_path: Path) -> None:
     paths = made(tmp_path, SMALL)
     with tutti.open(paths), pytest.raises(PoolInUse):
         resize.resize(paths, LARGE)

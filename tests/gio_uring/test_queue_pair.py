@@ -136,7 +136,7 @@ def test_laps_without_a_full_queue(depth: int, salts: list[int]) -> None:
     assert not replay.posted
 
 
-def test_a_full_completion_queue_refuses(seed: int) -> None:
+def test_a_full_completion_queue_refuses() -> None:
     """A submitter that never reaps: the controller keeps its answer instead of overwriting."""
     replay = Replay(4, start=0)
     for i in range(3):

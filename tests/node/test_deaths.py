@@ -62,7 +62,7 @@ def stop(process: subprocess.Popen[str]) -> None:
     )
 
 
-def test_a_client_that_dies_leaves_nothing(tmp_path: Path, seed: int) -> None:
+def test_a_client_that_dies_leaves_nothing(tmp_path: Path) -> None:
     """Its pins go, and slots that it was to fill are free again."""
     code = f"""
 import os, sys, numpy as np, tutti

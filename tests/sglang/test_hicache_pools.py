@@ -160,7 +160,7 @@ def test_flipped_bits_are_a_miss_unless_nobody_looks(
 
 
 def test_errors_are_answers_logged_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
@@ -302,7 +302,7 @@ def test_two_servers_on_one_path_are_an_error(make: Make) -> None:
         make(pool)
 
 
-def test_refusals_say_what_to_do(make: Make, tmp_path: Path) -> None:
+def test_refusals_say_what_to_do(make: Make) -> None:
     pool = hp.mha_pool("page_first")
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
         make(pool, options={"verfy": "off"})

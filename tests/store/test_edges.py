@@ -302,7 +302,7 @@ def test_a_clear_that_fails_closes_the_pool_to_calls(rng: np.random.Generator) -
         assert again.match(keys) == 4
 
 
-def test_a_superblock_write_that_failed_is_repeated_in_its_place(rng: np.random.Generator) -> None:
+def test_a_superblock_write_that_failed_is_repeated_in_its_place() -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller)
     winner = choose_superblock(

@@ -331,7 +331,7 @@ def test_a_deletion_gives_the_blocks_of_empty_groups_back(
 
 
 def test_many_empty_groups_are_given_back_in_few_commands_and_few_at_a_time(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     with tutti.open(paths, layout=SMALL, capacity="96MiB") as store:

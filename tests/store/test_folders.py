@@ -173,7 +173,7 @@ def test_two_names_of_one_folder(folders: list[str], tmp_path: Path) -> None:
     assert not any(map(os.listdir, folders))
 
 
-def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable() -> None:
     layout = "tutti.KVLayout.mha(4, 2, 64, 16, 'bfloat16', model='test-model')"
     call = f"tutti.store.open(sys.argv[1], {layout}, '64MiB')"
     said = output_as_nobody(call, Path("/usr"))

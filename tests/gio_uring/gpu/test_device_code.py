@@ -169,7 +169,7 @@ def test_the_device_code_compiles_and_holds_every_kernel(architecture: str) -> N
         assert name.encode() in cubin
 
 
-def test_a_compiler_error_shows_its_log(tmp_path: Path, source: DeviceSource) -> None:
+def test_a_compiler_error_shows_its_log(source: DeviceSource) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason=f"needs {NEEDED}")
     (source.root / "device/kernels.cu").write_text("this does not compile\n")
     with pytest.raises(CudaError, match=r"kernels\.cu\(1\): error") as caught:
