@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manual_clock import ManualClock
 
 from tutti.base.clock import Clock, SystemClock
 from tutti.base.units import GiB, KiB, MiB, TiB, format_duration, format_nbytes, parse_nbytes
@@ -78,14 +77,6 @@ def test_a_formatted_size_reads_back_within_a_percent(nbytes: int) -> None:
 )
 def test_durations_for_people(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text
-
-
-def test_the_manual_clock_moves_only_when_told() -> None:
-    clock = ManualClock(now_ns=5, unix_ns=1000)
-    assert (clock.now_ns(), clock.unix_ns()) == (5, 1000)
-    clock.sleep(1.5)
-    clock.advance(0.5)
-    assert (clock.now_ns(), clock.unix_ns()) == (2_000_000_005, 2_000_001_000)
 
 
 def test_the_system_clock_does_not_go_back() -> None:
