@@ -59,11 +59,6 @@ def test_one_of_two_makes_a_file(tmp_path: Path) -> None:
 
 
 def test_allocate_refuses(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    for nbytes in (2 * free + 64 * MiB, 1 << 62):
-        with pytest.raises(CapacityError, match="no room for"):
-            allocate_file(tmp_path / "huge", nbytes)
-        assert not (tmp_path / "huge").exists()
     with pytest.raises(PoolNotFound, match="folder"):
         allocate_file(tmp_path / "none" / "a", KiB)
     with (tmp_path / "locked").open("wb") as file:
@@ -80,8 +75,9 @@ def test_a_file_that_cannot_fit_does_not_fill_the_disk_first(
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
     room = os.statvfs(tmp_path)
-    with pytest.raises(CapacityError, match="no room for"):
-        allocate_file(tmp_path / "a", (room.f_bavail + (1 << 20)) * room.f_frsize)
+    for nbytes in ((room.f_bavail + (1 << 20)) * room.f_frsize, 1 << 62):
+        with pytest.raises(CapacityError, match="no room for"):
+            allocate_file(tmp_path / "a", nbytes)
     assert not asked
     assert list(tmp_path.iterdir()) == []
 
