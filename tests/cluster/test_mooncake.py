@@ -68,7 +68,7 @@ def serve_well(node: Node, keys: Keys) -> None:
 def test_a_master_that_has_no_address_is_named() -> None:
     config = RemoteConfig.parse("mooncake://no-such-host.invalid:50051?connect=60")
     staging = Staging(LAYOUT, 1, dict)
-    with pytest.raises(RemoteFailed, match="master no-such-host.invalid:50051"):
+    with pytest.raises(RemoteFailed, match=r"master no-such-host\.invalid:50051"):
         RemoteProcess(config, staging).connect()
     staging.close_fd()
 

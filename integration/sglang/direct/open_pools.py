@@ -88,13 +88,11 @@ def open_stored_pools(
                     pool,
                     store,
                     metrics,
-                    load_staging=loads[pool.name],
-                    store_staging=stores[pool.name],
+                    staging=(loads[pool.name], stores[pool.name]),
+                    breaker=breaker,
                     namespace=options["namespace"],
                     gpu=gpu,
                     gpu_staging=gpu_staging.get(pool.name),
-                    reads=breaker(),
-                    writes=breaker(),
                 )
             except BaseException:
                 store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class StoredPool:
     """A KV pool of SGLang, and the store of its pages.
 
     memory: SGLang's pages for direct transfers; None if everything goes through staging.
-    namespace: of its puts.
+    namespace: of its puts.  staging: bytes for loads, and for stores.  breaker: makes one.
     loads, stores: staging for each direction, with views like those of SGLang's pool.
     gpu: the GPU with the pages; None for host memory.  gpu_staging: of the engine that moves them.
     events: KV events of stored pages; None if they are not published.
@@ -42,20 +42,18 @@ class StoredPool:
         store: Store,
         metrics: Metrics,
         *,
-        load_staging: int,
-        store_staging: int,
+        staging: tuple[int, int],
+        breaker: Callable[[], Breaker],
         namespace: str = "",
         gpu: Gpu | None = None,
         gpu_staging: StagingSize | None = None,
-        reads: Breaker,
-        writes: Breaker,
     ) -> None:
         self.kv_pool = kv_pool
         self.store = store
         self.metrics = metrics
         self.namespace = namespace
         self.gpu = gpu
-        self.reads, self.writes = reads, writes
+        self.reads, self.writes = breaker(), breaker()
         self.events: DiskEvents | None = None
         self.known: deque[bytes] = deque(maxlen=_KNOWN_KEYS)
         self._read_pages_max: int | None = None
@@ -64,8 +62,8 @@ class StoredPool:
             memory = DeviceMemory(memory, gpu.attach(store, gpu_staging))
             self._read_pages_max = gpu.read_pages_max(store)
         self.memory: HostMemory | None = None if memory is None else store.register(memory)
-        self.loads = StagingPages(store, load_staging, kv_pool.staging_views)
-        self.stores = StagingPages(store, store_staging, kv_pool.staging_views)
+        self.loads = StagingPages(store, staging[0], kv_pool.staging_views)
+        self.stores = StagingPages(store, staging[1], kv_pool.staging_views)
         self._load_spans = self._reached(self.loads)
         self._store_spans = self._reached(self.stores)
         if gpu is not None and self._load_spans + self._store_spans:
