@@ -352,6 +352,21 @@ def test_code_of_gpus_makes_only_results_that_name_it_stale(tmp_path: Path) -> N
     assert stale == {"submit": CHANGED, "threads": ""}
 
 
+def test_simulations_depend_on_the_limits_of_stores_alone(tmp_path: Path) -> None:
+    name, code = (
+        "tutti/profiles/at_open.py",
+        "_PRESSING_US = 1\n\ndef store_limits():\n    return 1\n",
+    )
+    git = committed(tmp_path, {name: code})
+    found = {key: result_of(key, git) for key in ("slack", "window")}
+    file = tmp_path / name
+    file.write_text(f"import os\n{code}\ndef media_of():\n    return os\n")
+    stale = {key: why_stale(key, result, tmp_path) for key, result in found.items()}
+    assert stale == {"slack": "", "window": CHANGED}
+    file.write_text(code.replace("_PRESSING_US = 1", "_PRESSING_US = 2"))
+    assert why_stale("slack", found["slack"], tmp_path) == CHANGED
+
+
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
     page, result = tmp_path / "docs/results.md", tmp_path / "bench/results/ring.json"
     for file in (page, result):
