@@ -213,7 +213,7 @@ def test_an_attach_with_stages_is_refused() -> None:
     scheduler = SimpleNamespace(tree_cache=tree, enable_hierarchical_cache=True)
     request = SimpleNamespace(hicache_storage_backend="dynamic")
     answer = control_requests._attach(pytest.fail, scheduler, request)
-    assert not answer.success and "restart" in answer.message
+    assert not answer.success and "start the server" in answer.message
 
     def sglangs(*_: Any) -> str:
         return "SGLang's"
