@@ -296,7 +296,8 @@ def test_info_leaves_what_is_in_the_page_cache(
         cached = member.resident_nbytes(0, member.nbytes)
         assert cached >= member.nbytes // 2
         assert cli.main(["info", path]) == 0
-        assert member.resident_nbytes(0, member.nbytes) == cached
+        left = member.resident_nbytes(0, member.nbytes)
+        assert left >= cached * 3 // 4, "the kernel itself may reclaim a few of its pages"
     finally:
         member.close()
 
