@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import tutti
 from store.pools import fill, some_keys
+from tutti.base.arrays import Keys
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.errors import (
     CapacityError,
@@ -182,14 +183,22 @@ def test_more_keys_than_a_message_has(opener: Opener, rng: np.random.Generator) 
     assert store.match(keys) == 0
 
 
-def test_pins_of_a_look_up_in_several_messages(
+def ten_pages(
     opener: Opener, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Any, Keys]:
+    """A store with ten pages, whose look-ups take a message for each four, and their keys."""
     monkeypatch.setattr(client, "LISTED_MAX", 4)
     store = opener()
     store.allocate_memory(10)
     keys = some_keys(rng, 10)
     store.put(keys, np.arange(10)).wait(30)
+    return store, keys
+
+
+def test_pins_of_a_look_up_in_several_messages(
+    opener: Opener, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, keys = ten_pages(opener, rng, monkeypatch)
 
     def busy() -> int:
         return int(store.stats()["busy_objects"])
@@ -256,11 +265,7 @@ def test_the_name_of_a_pin_may_be_any(
     opener: Opener, name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a pin, and its end is that of no other."""
-    monkeypatch.setattr(client, "LISTED_MAX", 4)
-    store = opener()
-    store.allocate_memory(10)
-    keys = some_keys(rng, 10)
-    store.put(keys, np.arange(10)).wait(30)
+    store, keys = ten_pages(opener, rng, monkeypatch)
     assert store.match(keys[:6], pin="mine") == 6  # of two messages
     assert store.match(keys[6:], pin=name) == 4
     assert store.stats()["busy_objects"] == 10
