@@ -1,14 +1,14 @@
 """Measures the gain from service threads and digest workers, on drives simulated in memory.
 
 Jobs without data give the cost of a command.  Copies give the rate of verified and unverified
-loads: with one drive, with two drives of one service thread each, and with one drive and a digest
-worker.  Loads that copy nothing give the cost of digests alone, over as much memory and over two
-slices that stay in the caches.  As controls, threads without an engine, pinned to one processor
-each, start together and make the same native calls over their own memory.  The rate of two such
-threads over that of one is the most that a second processor gains on this machine, in wall time and
-in CPU time.  Another pair, in which one copies and the other digests as much, bounds the rate of
-verified over unverified loads.  The calls of a work are made forwards and then backwards, so that
-their times have the same middle, whatever else the machine does.
+loads, four in flight: with one drive, with two drives of one service thread each, and with one
+drive and a digest worker.  Loads that copy nothing give the cost of digests alone, over as much
+memory and over two slices that stay in the caches.  As controls, threads without an engine, pinned
+to one processor each, start together and make the same native calls over their own memory.  The
+rate of two such threads over that of one is the most that a second processor gains on this machine,
+in wall time and in CPU time.  Another pair, in which one copies and the other digests as much,
+bounds the rate of verified over unverified loads.  The calls of a work are made forwards and then
+backwards, so that their times have the same middle, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.engine import PRIORITY_LOAD, Engine
 from tutti.gio_uring.engine_structs import EngineStats
 from tutti.gio_uring.iocb import Extents, PagedMemory
+from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.native import address, lib
@@ -60,6 +61,7 @@ _GIGABYTES = _SLICES * _SLICE_NBYTES / 1e9
 _SHAPES = {_COPIES: ((1, 0), (2, 0), (1, 1)), _DIGESTS: ((1, 0), (2, 0)), _CACHED: ((1, 0), (2, 0))}
 _ROWS = tuple((work, shape) for work in _WORKS for shape in _SHAPES[work])
 _COMMAND_SLICES = 4
+_JOBS = 4  # loads in flight together, so that a service thread starts once for several
 #: Works of pinned threads: (the work that they bound, bytes of memory per thread).
 _CONTROLS = ((_COPIES, 256 * MiB), (_DIGESTS, 256 * MiB), (_CACHED, 256 * KiB), (_CACHED, 16 * KiB))
 _WALL, _CPU = "two_over_one", "two_over_one_by_cpu_time"
@@ -105,10 +107,24 @@ class _Rig:
             self.cpu_s: list[float] = []
             self.close = undo.pop_all().close
 
-    def seconds(self, opcode: int, digests: U64 | None = None) -> float:
-        """Time from submission to end of one job; with digests, also records its CPU time."""
+    def seconds(self, opcode: int, digests: U64 | None = None, jobs: int = 1) -> float:
+        """Seconds a job, from the first submission to the last end of jobs in flight together.
+
+        With digests, also records their CPU time.
+        """
         before = self.engine.stats()
-        job = self.engine.submit(
+        submitted = [self._submit(opcode, digests) for _ in range(jobs)]
+        reports = [job.report() for job in submitted if job.wait_released(_TIMEOUT_S)]
+        if len(reports) < jobs or any(report.status for report in reports):
+            raise MediumError("a transfer in memory failed; look at the log")
+        if digests is not None:
+            cpu_ns = int(self.engine.stats().thread_cpu_ns - before.thread_cpu_ns)
+            self.cpu_s.append(cpu_ns / 1e9)
+        ended_ns = max(int(report.done_ns) for report in reports)
+        return (ended_ns - int(reports[0].submitted_ns)) / 1e9 / jobs
+
+    def _submit(self, opcode: int, digests: U64 | None) -> Job:
+        return self.engine.submit(
             opcode,
             self._extents,
             self._pages,
@@ -117,12 +133,6 @@ class _Rig:
             digests=digests,
             compare=opcode == OPCODE_READ,
         )
-        if not job.wait_released(_TIMEOUT_S) or (report := job.report()).status:
-            raise MediumError("a transfer in memory failed; look at the log")
-        if digests is not None:
-            cpu_ns = int(self.engine.stats().thread_cpu_ns - before.thread_cpu_ns)
-            self.cpu_s.append(cpu_ns / 1e9)
-        return int(report.done_ns - report.submitted_ns) / 1e9
 
 
 class _Pinned:
@@ -255,8 +265,8 @@ def _loads(rounds: int, advance: Callable[[], None]) -> tuple[list[dict[str, Any
             digests: U64 = np.zeros(rig.digests, np.uint64)
             rig.seconds(OPCODE_WRITE, digests)
             rig.cpu_s.clear()
-            calls[work][row, "unverified"] = partial(rig.seconds, OPCODE_READ)
-            calls[work][row, "verified"] = partial(rig.seconds, OPCODE_READ, digests)
+            calls[work][row, "unverified"] = partial(rig.seconds, OPCODE_READ, None, _JOBS)
+            calls[work][row, "verified"] = partial(rig.seconds, OPCODE_READ, digests, _JOBS)
         pinned = _Pinned()
         stack.callback(pinned.close)
         for control in _CONTROLS:

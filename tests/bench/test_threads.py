@@ -26,8 +26,8 @@ def test_verified_loads_are_shown_beside_their_bound(
     assert "(bar 1.7): copies " in scales and ", in caches " in scales
     assert beside in threads.report(result) and scales in threads.report(result)
     (worker,) = (row for row in result["rows"] if row["digest_workers"])
-    assert 0 <= worker["digests_offloaded"] <= worker["verified_commands"] == 3 * 2 * 16 * 16
-    assert f"{worker['digests_offloaded']} of 1536 commands" in offloaded
+    assert 0 <= worker["digests_offloaded"] <= worker["verified_commands"] == 3 * 2 * 4 * 16 * 16
+    assert f"{worker['digests_offloaded']} of 6144 commands" in offloaded
     assert [(row["work"], row["nbytes"]) for row in bound["pinned"]] == [
         ("copies", 256 * MiB),
         ("digests alone", 256 * MiB),
