@@ -31,6 +31,6 @@ class EventPool:
         self._free.extend(events)
 
     def close(self) -> None:
-        """Destroys the events that were released."""
-        for event in self._free:
-            self._driver.destroy_event(event)
+        """Destroys the events that were released; others may be released meanwhile."""
+        while self._free:  # bounded by the events
+            self._driver.destroy_event(self._free.pop())
