@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -138,6 +139,21 @@ def test_a_user_without_a_home_folder_compiles_each_time(
 def test_missing_sources_are_unsupported(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="reinstall"):
         DeviceSource(tmp_path).text()
+
+
+def test_a_missing_compiler_is_unsupported(
+    source: DeviceSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise RuntimeError("libnvrtc.so.13 is not found")  # as cuda-bindings does
+
+    class WithoutLibrary(device_code._Nvrtc):
+        def __init__(self) -> None:
+            self._nvrtc = SimpleNamespace(nvrtcVersion=missing, nvrtcCreateProgram=missing)
+
+    monkeypatch.setattr(device_code, "_Nvrtc", WithoutLibrary)
+    with pytest.raises(Unsupported, match="install nvidia-cuda-nvrtc"):
+        compile_cubin(source, "sm_90")
 
 
 def test_everything_is_loaded_at_the_start(

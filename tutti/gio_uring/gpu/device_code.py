@@ -187,16 +187,11 @@ class _Nvrtc:
             raise CudaError(
                 f"{name} failed: {said}; see NVRTC's manual", call=name, code=int(result)
             )
-        return values[0] if values else None
+        return values[0] if len(values) == 1 else values
 
     def version(self) -> str:
-        major, minor = self._nvrtc_version()
+        major, minor = self._call("nvrtcVersion")
         return f"{major}.{minor}"
-
-    def _nvrtc_version(self) -> tuple[int, int]:
-        result, major, minor = self._nvrtc.nvrtcVersion()
-        assert int(result) == 0, "nvrtcVersion takes no input that could be wrong"
-        return int(major), int(minor)
 
     def compile(self, text: str, name: str, options: Sequence[str]) -> bytes:
         program = self._call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
@@ -210,8 +205,7 @@ class _Nvrtc:
                     call=error.call,
                     code=error.code,
                 ) from error
-            cubin = bytearray(int(self._call("nvrtcGetCUBINSize", program)))
-            into = bytes(cubin)
+            into = bytes(int(self._call("nvrtcGetCUBINSize", program)))
             self._call("nvrtcGetCUBIN", program, into)
             return into
         finally:
