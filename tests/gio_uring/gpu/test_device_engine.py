@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -444,6 +445,30 @@ def test_a_driver_that_ends_long_kernels_gets_no_persistent_one(
         job = rig.submit(OPCODE_READ, [0, 1, 2, 3], timeout_s=30.0)
         assert job.work.timeout_s == KERNEL_S
         assert job.wait_released(10)
+
+
+def test_short_waits_of_kernels_shorten_no_other_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load waits for staging, and a stream for a gate, for as long as on any other GPU."""
+    monkeypatch.setattr(StandInDriver, "limits_kernels", True)
+    monkeypatch.setattr(gpu_device_engine, "KERNEL_S", 0.05)
+    pages = list(range(12))
+    with device_rig("launch", tmp_path, monkeypatch, 120 << 10) as rig:
+        stream = rig.driver.create_stream()
+        first, second = (rig.submit(OPCODE_READ, pages, gated=True) for _ in range(2))
+        timers = [threading.Timer(0.3, job.open_gate) for job in (first, second)]
+        timers[0].start()
+        first.order_stream(stream, LAYERS)
+        assert first.wait_released(10)
+        third = rig.submit(OPCODE_READ, pages, gated=True)  # there is staging for two
+        timers[1].start()
+        fourth = rig.submit(OPCODE_READ, pages)
+        assert fourth.work.timeout_s == 0.05
+        third.cancel()
+        assert all(job.wait_released(10) for job in (second, third, fourth))
+        for timer in timers:
+            timer.join(10)
 
 
 def test_no_slice_is_in_two_shares(rng: np.random.Generator) -> None:

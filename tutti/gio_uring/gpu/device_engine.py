@@ -184,8 +184,7 @@ class DeviceEngine(Owned):
         layers, digests = memory.bases.shape[0], options.get("digests")
         stride = extents.slice_nlb * self._lba_nbytes
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        if self._limits_kernels:
-            timeout_s = min(timeout_s, KERNEL_S)
+        kernel_s = min(timeout_s, KERNEL_S) if self._limits_kernels else timeout_s
         owner, job = LeaseOwner(), None
         try:
             needed = Needed(layers, pages.size, stride, self._lba_nbytes)
@@ -204,13 +203,13 @@ class DeviceEngine(Owned):
                     ),
                     digests=digests,
                     flags=staged.device_words + staged.words.ready_offset(0),
-                    timeout_s=timeout_s,
+                    timeout_s=kernel_s,
                 ),
                 owner,
             )
             is_read = opcode == OPCODE_READ
             computed = None if options.get("compare", False) else digests
-            work = KernelWork(batch, staged, is_read, computed, timeout_s)
+            work = KernelWork(batch, staged, is_read, computed, kernel_s)
             job = DeviceJob(self, work, pages.size, options.get("on_released"))
             owner.is_free = job.is_free
             if not options.get("gated"):

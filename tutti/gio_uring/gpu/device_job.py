@@ -18,6 +18,7 @@ from tutti.gio_uring.gpu.launcher import KernelWork
 from tutti.gio_uring.gpu.moved_job import interrupted
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.nvme_spec import STATUS_CANCELLED
+from tutti.gio_uring.transfer import TIMEOUT_S
 
 #: Longest time from a job's final word to its status; the engine's thread polls much more often.
 _SETTLE_S = 5.0
@@ -176,7 +177,7 @@ class DeviceJob(Owned):
 
         Blocks until the job's gate is open, because its layers are enqueued only then.
         """
-        self._changed.wait(self.work.timeout_s)
+        self._changed.wait(max(TIMEOUT_S, self.work.timeout_s))
         if self._failure is not None or len(self._events) < layers or not self._changed.is_set():
             raise ConfigError("the transfer was cancelled or its gate stays closed; start it again")
         self._queue.stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
