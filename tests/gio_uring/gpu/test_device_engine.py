@@ -447,6 +447,22 @@ def test_a_driver_that_ends_long_kernels_gets_no_persistent_one(
         assert job.wait_released(10)
 
 
+def test_a_read_is_no_longer_than_its_tables_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice may be a command of its own, in each of many layers."""
+    monkeypatch.setattr(gpu_device_engine, "_TABLES_NBYTES", 64 << 10)
+    with device_rig("launch", tmp_path, monkeypatch) as rig:
+        memory = PagedMemory(np.tile(rig.memory.bases, (16, 1)), SEGMENTS, SEGMENTS, PAGES)
+        layers = memory.bases.shape[0]
+        most = rig.engine.read_pages_max(layers, NLB)
+        assert 1 < most < rig.engine.read_pages_max(1, NLB)
+        apart = Extents(np.arange(most) * 2, [1] * most, [1] * most, NLB, 12)
+        job = rig.engine.submit(OPCODE_READ, apart, np.arange(most, dtype=np.uint32), memory)
+        assert job.wait_released(10)
+        assert job.work.batch._image.nbytes <= job.work.batch.nbytes_max(most, layers, 1)
+
+
 def test_short_waits_of_kernels_shorten_no_other_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

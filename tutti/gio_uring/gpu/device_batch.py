@@ -176,6 +176,12 @@ class DeviceBatch:
             self.batch.states, self.batch.n_shares = base + states, len(commands.shares)
         self.address = base + self._batch_offset
 
+    @staticmethod
+    def nbytes_max(pages: int, layers: int, commands: int = 0) -> int:
+        """Most bytes of a batch's tables, with digests.  commands: number for each slice."""
+        page_nbytes = 8 + 8 * layers + commands * (28 + 8 * layers)
+        return 4096 + 256 * layers + pages * page_nbytes
+
     def _add_commands(self, commands: Commands, layers: int) -> tuple[int, ...]:
         """Offsets of the IOCB, runs, pages, bases, shares and states."""
         image = self._image

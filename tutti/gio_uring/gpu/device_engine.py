@@ -50,7 +50,8 @@ KINDS = ("launch", "resident", "persistent")
 REST_S = 1.0
 #: Longest wait in a kernel if the driver kills kernels that run for seconds.
 KERNEL_S = 1.0
-_TABLES_NBYTES = 8 * MiB
+#: Least memory for tables, and its share of larger staging.
+_TABLES_NBYTES, _TABLES_SHARE = 8 * MiB, 64
 _LOOK_S = 0.0002
 
 _log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class DeviceEngine(Owned):
         self._closed = self._broken = False
         self._is_server = False  # this engine started the controller's thread
         self._busy: set[DeviceJob] = set()  # kernels may ring doorbells for these
-        self._tables = TableMemory(driver, _TABLES_NBYTES)
+        self._tables = TableMemory(driver, max(_TABLES_NBYTES, staging_nbytes // _TABLES_SHARE))
         with ExitStack() as undo:
             undo.callback(self._tables.close)
             stays = kind == "persistent"
@@ -341,8 +342,10 @@ class DeviceEngine(Owned):
         return self.stream_queue.pages_max(needed)
 
     def read_pages_max(self, layers: int, slice_nlb: int) -> int:
-        """Most pages of a read of which one layer fits into half of the staging."""
-        return self.write_pages_max(1, slice_nlb)
+        """Most pages of a read: a layer takes half of the staging, its tables half of theirs."""
+        least, one = (DeviceBatch.nbytes_max(pages, layers, 1) for pages in (0, 1))
+        fitting = (self._tables.nbytes // 2 - least) // (one - least)
+        return max(1, min(self.write_pages_max(1, slice_nlb), fitting))
 
     def begun(self, job: DeviceJob) -> None:
         """Announces that kernels ring for a job: the controller's thread polls more often."""

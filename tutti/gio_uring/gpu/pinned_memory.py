@@ -206,7 +206,7 @@ class TableMemory(Owned):
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
-        self._driver = driver
+        self._driver, self.nbytes = driver, nbytes
         self._staging = PinnedStaging(driver, None, nbytes)
         try:
             self._device = driver.allocate(nbytes)

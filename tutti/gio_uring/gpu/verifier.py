@@ -21,9 +21,6 @@ from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 
 TABLES_NBYTES = 16 * MiB
-#: Upper bounds for tables without digests: per page, per layer, and per transfer.
-_PAGE_NBYTES, _LAYER_NBYTES, _HEAD_NBYTES = 8, 256, 4096
-_DIGEST_NBYTES = 8
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class Verifier(Owned):
     @staticmethod
     def tables_nbytes(pages: int, layers: int) -> int:
         """Bytes of the tables of two transfers of this size."""
-        nbytes = pages * (_PAGE_NBYTES + layers * _DIGEST_NBYTES) + layers * _LAYER_NBYTES
-        return 2 * (nbytes + _HEAD_NBYTES)
+        return 2 * DeviceBatch.nbytes_max(pages, layers)
 
     def prepare(self, expected: Expected, owner: LeaseOwner) -> Verification | None:
         """A verification of one transfer; None if its tables are too large."""
