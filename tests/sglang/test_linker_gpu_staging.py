@@ -6,6 +6,7 @@ On a stand-in for the CUDA driver; no GPU runs.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,17 @@ def test_words_that_a_forward_still_writes_stay_pinned() -> None:
     driver.array(word)[0] = 1
     marks.close(10.0)
     assert batch.is_written and marks._pinned.address not in driver._registered
+
+
+def test_a_wait_with_its_marks_is_one_call() -> None:
+    """After each call the forward's thread may wait for the GIL."""
+    driver = StandInDriver()
+    marks, forward, event = LayerMarks(driver), driver.create_stream(), driver.create_event()
+    batch = marks.take(1)
+    assert batch is not None
+    before = driver.entered
+    batch.around(0, forward, partial(driver.stream_wait_event, forward, event))
+    assert driver.entered == before + 1
+    wait_for(lambda: batch.is_written)
+    marks.close(10.0)
+    driver.close()

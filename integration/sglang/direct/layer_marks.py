@@ -44,9 +44,10 @@ class BatchMarks:
             wait()
             return
         at = self._address + 4 * layer
-        self._driver.write_value(stream, at, 1)
-        wait()
-        self._driver.write_value(stream, at + 4 * self._words.shape[1], 1)
+        with self._driver.together():  # after each call the thread may wait for the GIL
+            self._driver.write_value(stream, at, 1)
+            wait()
+            self._driver.write_value(stream, at + 4 * self._words.shape[1], 1)
         self._asked.append(layer)
 
     @property
