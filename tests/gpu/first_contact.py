@@ -37,7 +37,8 @@ STEPS = [
     (TESTS, "linker"),
     (TESTS, "memcheck"),
     *((BENCH, case) for case in ("launch", "resident", "persistent", "engines", "digests")),
-    *((BENCH, case) for case in ("interference", "multiprocessors", "files", "cpu-time")),
+    *((BENCH, case) for case in ("interference", "multiprocessors", "files")),
+    *((BENCH, case) for case in ("cpu-time", "interpreter")),
 ]
 HOLDER = """
 from tutti.gio_uring.gpu.device_code import Modules
