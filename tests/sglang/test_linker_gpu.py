@@ -103,6 +103,18 @@ def test_states_windows_and_packed_pools_come_back(
         rig.round_trip()
 
 
+def test_the_gpu_compares_the_digests_of_windows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several pages, although the staging of windows has the size for one."""
+    options = {"read_ahead_share": 0.0, "profile": "off"}
+    with stand_in_gpu(monkeypatch), StatesRig(tmp_path, "windows", **options) as rig:
+        rig.round_trip()
+        for name, pool in rig.linker.stored_pools.items():
+            compared = pool.store.stats()["gpu_verified_layers"]
+            assert compared >= len(pool.kv_pool.spans), name
+
+
 def test_the_forwards_stream_waits_and_not_its_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 
 #: Streams of SGLang: the default stream, scheduler, forward, and one for page numbers.
 _ENGINES_STREAMS = 4
-#: Blocks of the kernel that compares digests, and most memory for the tables of a pool's loads.
-_VERIFY_BLOCKS, _TABLES_NBYTES_MAX = 16, 64 * MiB
+#: Blocks of the kernel that compares digests, and bounds of the memory for a pool's tables.
+_VERIFY_BLOCKS, _TABLES_NBYTES_MIN, _TABLES_NBYTES_MAX = 16, MiB, 64 * MiB
 #: Hardware queues if CUDA_DEVICE_MAX_CONNECTIONS is not set.
 _CHANNELS = 8
 
@@ -182,7 +182,7 @@ class Gpu:
             return Verifier(
                 self.driver,
                 self._device_code(),
-                tables_nbytes=min(_TABLES_NBYTES_MAX, nbytes),
+                tables_nbytes=max(_TABLES_NBYTES_MIN, min(_TABLES_NBYTES_MAX, nbytes)),
                 blocks=blocks,
             )
         except (CudaError, Unsupported) as error:
