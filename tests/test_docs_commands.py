@@ -181,7 +181,7 @@ def test_every_target_of_make_that_a_page_has_exists() -> None:
 def test_json_in_a_command_of_a_page_can_be_read() -> None:
     words = [word for _, command in lines() if "{" in command for word in shlex.split(command)]
     bodies = [json.loads(word) for word in words if word.startswith("{")]
-    assert len(bodies) >= 5
+    assert len(bodies) >= 4
     for body in bodies:
         if "hicache_storage_backend_extra_config_json" in body:
             assert json.loads(body["hicache_storage_backend_extra_config_json"])["path"]
