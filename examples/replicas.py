@@ -34,7 +34,8 @@ def replica(socket: str, name: str) -> None:
         for page in range(hits, PAGES):
             memory.write(page, compute_page(keys[page]))
         if hits < PAGES:
-            store.put(keys[hits:], range(hits, PAGES)).wait()
+            parent = keys[hits - 1].tobytes() if hits else None
+            store.put(keys[hits:], range(hits, PAGES), parent=parent, depth=hits).wait()
         print(f"{name}: {hits} pages loaded, {right} of them right", flush=True)
 
 
