@@ -163,6 +163,10 @@ DEPENDS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Errors of a medium, with which every benchmark fails; these results are about such errors.
+_FAILURES = frozenset({"ChecksumMismatch", "DeviceGone", "MediumError", "PoolMoved"})
+_OF_FAILURES = ("failures", "fuzz", "gpu-tests", "soak")
+
 #: Functions in bench that only show a result.
 _SHOWN = ("rows_of", "notes_of", "bounds_of", "report")
 
@@ -195,7 +199,8 @@ def why_stale(name: str, result: dict[str, Any], root: Path) -> str:
 
     Comments (of C++ only those on lines of their own), docstrings, Markdown, the texts of errors
     and log lines, names of files and of imported modules, and functions that show results are not
-    code.  The code of a result from a checkout with uncommitted changes is UNKNOWN.
+    code; nor is what handles the failure of a medium, but for results about failures.  The code of
+    a result from a checkout with uncommitted changes is UNKNOWN.
     """
     key = _key(name, result)
     measured = _measured(key, str(result["machine"]["commit"]), root)
@@ -253,7 +258,7 @@ def _digest(key: str, files: Iterable[tuple[str, str]]) -> str:
     for path, text in files:
         shown = _SHOWN if path.startswith("bench/") else ()
         used = _USED.get(path, ()) if path in DEPENDS[key] else ()
-        codes.append(_code(Path(path).suffix, text.strip(), shown, used))
+        codes.append(_code(Path(path).suffix, text.strip(), shown, used, key in _OF_FAILURES))
     codes.sort()
     return hashlib.sha256("\0".join(codes).encode()).hexdigest()[:16]
 
@@ -286,9 +291,12 @@ def _blob(root: Path, name: str) -> str:
 
 
 @functools.cache
-def _code(suffix: str, text: str, shown: tuple[str, ...], used: tuple[str, ...]) -> str:
+def _code(
+    suffix: str, text: str, shown: tuple[str, ...], used: tuple[str, ...], of_failures: bool
+) -> str:
     """A file's code, without file names, presentation, messages and comments (in C++ only whole
-    lines).  used: names of the module that count, instead of all.
+    lines).  used: names of the module that count, instead of all.  of_failures: with the handlers
+    of `_FAILURES`.
     """
     if suffix != ".py":
         return "\n".join(line for line in text.splitlines() if not _NO_CODE.match(line))
@@ -299,6 +307,9 @@ def _code(suffix: str, text: str, shown: tuple[str, ...], used: tuple[str, ...])
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module, node.level = None, 0
+            node.names = [name for name in node.names if name.asname]  # others show where used
+        if isinstance(node, ast.Try) and not of_failures:
+            node.handlers = [one for one in node.handlers if not _is_of_failures(one)]
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             is_text = ast.get_docstring(node, clean=False) is not None
             node.body = node.body[is_text:]
@@ -306,6 +317,12 @@ def _code(suffix: str, text: str, shown: tuple[str, ...], used: tuple[str, ...])
         if isinstance(node, ast.Raise) or getattr(logger, "id", "") == "_log":
             _drop_texts(node)
     return _shape(tree)
+
+
+def _is_of_failures(handler: ast.ExceptHandler) -> bool:
+    """Whether it handles errors of a medium only."""
+    types = getattr(handler.type, "elts", [handler.type])
+    return all(getattr(one, "id", "") in _FAILURES for one in types)
 
 
 def _names(node: ast.stmt) -> set[str]:

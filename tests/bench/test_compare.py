@@ -331,6 +331,28 @@ def test_texts_of_errors_and_log_lines_make_no_result_stale(tmp_path: Path) -> N
     assert why_stale("threads", result, tmp_path) == CHANGED
 
 
+def test_what_handles_the_failure_of_a_medium_counts_for_results_about_failures(
+    tmp_path: Path,
+) -> None:
+    code = """from tutti.errors import MediumError, PoolMoved
+
+try:
+    f()
+except (PoolMoved, KeyError):
+    g()
+except PoolMoved:
+    g()
+"""
+    git = committed(tmp_path, {"tutti/gio_uring/one.py": code})
+    result, about = (result_of(name, git) for name in ("threads", "fuzz"))
+    file = tmp_path / "tutti/gio_uring/one.py"
+    file.write_text(code.replace("PoolMoved:\n    g()", "(PoolMoved, MediumError):\n    h()"))
+    assert not why_stale("threads", result, tmp_path)
+    assert why_stale("fuzz", about, tmp_path) == CHANGED
+    file.write_text(code.replace("KeyError):\n    g()", "KeyError):\n    h()"))
+    assert why_stale("threads", result, tmp_path) == CHANGED, "KeyError is none of a medium"
+
+
 def test_what_shows_a_result_makes_none_stale(tmp_path: Path) -> None:
     names, code = ("bench/threads.py", "tutti/gio_uring/rows.py"), "def rows_of(n):\n    return n\n"
     result = result_of("threads", committed(tmp_path, dict.fromkeys(names, code)))
