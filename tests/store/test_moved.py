@@ -12,7 +12,7 @@ from crash.objects import load_present, make_files, put_objects
 
 import tutti.store
 from store.pools import GEOMETRY
-from tutti.errors import PoolCorrupt, PoolMoved, PoolNotFound, TuttiError
+from tutti.errors import MediumError, PoolCorrupt, PoolMoved, PoolNotFound, TuttiError
 
 KEYS = [bytes([i]) * 16 for i in range(1, 9)]
 
@@ -106,6 +106,24 @@ def test_a_file_that_is_back(path: Path) -> None:
         with pytest.raises(PoolMoved):
             put_objects(store, KEYS[:4])
         path.with_name("elsewhere").rename(path)
+        put_objects(store, KEYS[4:])
+    with tutti.store.open(path) as store:
+        assert load_present(store, KEYS) == (set(KEYS[4:]), set())
+
+
+def test_a_file_system_that_does_not_answer_for_a_moment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a soft NFS mount: puts fail while the place of the file is unknown; later ones go on."""
+
+    def fail() -> None:
+        raise MediumError("fstat: Input/output error")
+
+    with tutti.store.open(path, durability="flush") as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(store.controller, "check_places", fail)
+            with pytest.raises(MediumError, match="internal error"):
+                put_objects(store, KEYS[:4])
         put_objects(store, KEYS[4:])
     with tutti.store.open(path) as store:
         assert load_present(store, KEYS) == (set(KEYS[4:]), set())

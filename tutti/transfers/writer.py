@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Mask, Slots
-from tutti.errors import DeviceTimeout, PoolMoved, TuttiError
+from tutti.errors import DeviceTimeout, MediumError, PoolMoved, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
@@ -418,12 +418,12 @@ class Writer:
             self._flush()  # other threads may have brought more meanwhile
 
     def _moved(self) -> int:
-        """STATUS_MEMBER_MOVED where the files are no longer what was opened, else 0."""
+        """A status where the files are not what was opened, or that cannot be found out, else 0."""
         try:
             self._core.engine.controller.check_places()
-        except PoolMoved as error:
+        except (PoolMoved, MediumError) as error:
             _log.error("%s", error)
-            return STATUS_MEMBER_MOVED
+            return STATUS_MEMBER_MOVED if isinstance(error, PoolMoved) else error_status(error)
         return 0
 
     def _write_records(self, batch: _Batch) -> None:
