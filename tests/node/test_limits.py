@@ -24,6 +24,7 @@ from tutti.node import called_operations, client_transfers, listener, remote_cat
 from tutti.node.connection import Connection
 from tutti.node.messages import HEADER, VERSION, Failure, Hello, frame, read_reply
 from tutti.node.pool_service import ClientSession
+from tutti.node.served_connection import ServedConnection
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
 
@@ -161,6 +162,27 @@ def test_a_connection_too_many_fails_one_call(
             assert (counts["missed_calls"], counts["lost_pages"]) == (2, 4)
             assert caplog.text.count("a call got no connection to the agent") == 1
         wait_until(lambda: store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 0)
+        assert store.match(keys) == 4
+        assert store.stats()["reconnects"] == 0
+
+
+def test_a_connection_that_gets_no_thread_fails_one_call(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has no more threads: a miss, as with too many connections."""
+
+    def refuse(_: ServedConnection) -> None:
+        raise CapacityError("cannot start the thread")
+
+    with running(tmp_path / "agent") as agent, agent.connect() as store:
+        store.allocate_memory(4)
+        keys = some_keys(rng, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedConnection, "start", refuse)
+            assert store.match(keys) == 0
+            assert store.put(keys, np.arange(4)).wait(WAIT_S).dropped == 4
+            assert store.connected
+        assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4
         assert store.match(keys) == 4
         assert store.stats()["reconnects"] == 0
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tutti.errors import AgentRefused, TuttiError, system_message
 from tutti.node.agent_pools import AgentPools
 from tutti.node.listener import SpareFile, check_peer, is_out_of_files, listen, out_of_files
-from tutti.node.messages import failure_of, frame
+from tutti.node.messages import Failure, failure_of, frame
 from tutti.node.pool_service import ClientSession
 from tutti.node.served_connection import AgentConfig, ServedConnection
 
@@ -166,10 +166,10 @@ class Agent:
         else:
             time.sleep(_SWEEP_S)
 
-    def _refuse(self, peer: socket.socket, error: Exception) -> None:
+    def _refuse(self, peer: socket.socket, why: Exception) -> None:
         self.count("refused")
         with contextlib.suppress(OSError):
-            peer.send(frame(failure_of(error)), socket.MSG_DONTWAIT)
+            peer.send(frame(Failure("AgentRefused", failure_of(why).message)), socket.MSG_DONTWAIT)
         peer.close()
 
     def _check_peer(self, peer: socket.socket) -> int:
