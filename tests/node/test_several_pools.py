@@ -16,6 +16,7 @@ import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running
 from waiting import wait_until
 
+import tutti
 from store.pools import some_keys
 from tutti.cli import main
 from tutti.errors import CapacityError, DeviceTimeout, PoolNotFound, TuttiError
@@ -96,6 +97,24 @@ def test_a_pool_that_could_not_be_opened_is_tried_again(
             agent.pools.open(LAYOUT.to_json(), 32 << 20)
         patch.undo()
         agent.connect().close()
+
+
+@pytest.mark.parametrize("name", ["docs", ""])
+def test_a_pool_that_is_not_named_after_its_layout_is_found_again(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    """After a restart of the agent: by its name, or as the only one."""
+    keys, folder = some_keys(np.random.default_rng(seed), 4), tmp_path / "agent"
+    folder.mkdir()
+    with tutti.open(str(folder / "docs.tutti"), LAYOUT, "32MiB") as pool:
+        pool.allocate_memory(4)
+        pool.put(keys, np.arange(4)).wait(WAIT_S)
+    with running(folder) as agent:
+        store = agent.connect(None, "64MiB", pool=name)
+        wait_until(lambda: store.match(keys) == 4)
+    with running(folder), store:
+        wait_until(lambda: store.match(keys) == 4)
+    assert [file.name for file in folder.glob("*.tutti")] == ["docs.tutti"]
 
 
 def test_a_pool_that_opens_while_the_agent_stops_is_closed(

@@ -45,12 +45,12 @@ class KeptSession:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._retired: list[AgentSession] = []
-        self._closed = False
-        self.reconnects = 0
+        self._closed, self.reconnects = False, 0
         first = self._open()
         self.session: AgentSession | None = first
         self._layout, self._geometry = first.layout, first.geometry
-        self._hello = Hello(VERSION, first.welcome.layout, hello.capacity)
+        if first.layout.fingerprint.hex() in first.welcome.files[0]:  # it is named after its layout
+            self._hello = Hello(VERSION, first.welcome.layout, hello.capacity)
         self._timeout_s = first.welcome.timeout_s
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         start_thread(self._keeper, "tutti-reconnect", lambda: first.close(self._timeout_s))
