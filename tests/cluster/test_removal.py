@@ -21,6 +21,7 @@ from tutti.cluster.recent_keys import RecentKeys
 from tutti.cluster.remote_store import ValueStatus
 from tutti.cluster.second_tier import COPIED
 from tutti.cluster.tenants import TenantStores
+from tutti.cluster.worker import PUT
 
 DONE, ABSENT, FAILED = ValueStatus.DONE, ValueStatus.ABSENT, ValueStatus.FAILED
 
@@ -97,6 +98,30 @@ def test_what_waits_to_be_copied_and_is_removed_is_not_copied(
         process.kill()  # which hangs until then
         node.settle("remove_failed", 3)
         assert values(faults) == 0
+
+
+def test_what_is_removed_while_it_is_copied_can_be_copied_again(
+    tmp_path: Path, faults: Faults, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy is removed behind the one that had begun, so it is not there any more."""
+    keys = some_keys(np.random.default_rng(seed), 4)
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        node.put(keys)
+        tier, call = node.tier, node.tier._call
+
+        def remove_meanwhile(op: int, own: Keys, pages: Any) -> Any:
+            if op == PUT:
+                node.store.catalogue.delete(own)
+            return call(op, own, pages)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier, "_call", remove_meanwhile)
+            node.load(keys)
+            node.settle("removed", 4)
+        assert values(faults) == 0
+        monkeypatch.setattr(tier._removed, "_now_s", lambda: time.monotonic() + 120.0)
+        node.share(keys)
+        assert values(faults) == 4
 
 
 def test_what_waits_long_to_be_removed_is_not_fetched_back(

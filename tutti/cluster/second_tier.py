@@ -181,7 +181,6 @@ class Tier:
         names = [key.tobytes() for key in keys]
         with self._changed:
             self._removed.add(names)
-            self._replicated.discard(names)
             for name in names:
                 if name in self._offered:
                     del self._offered[name]
@@ -258,6 +257,7 @@ class Tier:
                 self._changed.wait(_LOOK_S)
             removals = self._taken(self._removals, KEYS_MAX)
             self._removed.add(removals)
+            self._replicated.discard(removals)  # also those whose copy had begun
             fetches = self._wanted and not (self._offered and self._has_fetched)
             work = self._wanted.popleft() if fetches else None
             self._has_fetched = work is not None
