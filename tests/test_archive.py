@@ -186,17 +186,38 @@ def test_what_is_exported_is_not_evicted_meanwhile(
         assert loaded(store, keys) == contents
 
 
-class Slow(io.BytesIO):
-    """Calls back after the header, before the first object is read."""
+def test_an_export_keeps_its_pins_while_there_are_look_ups(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pins end after some later look-ups, which servers make all the time."""
+    monkeypatch.setattr("tutti.archive._RENEW_S", 0.0)
+    monkeypatch.setattr("tutti.archive._BATCH_NBYTES", 1)  # an object at a time
+    busy: list[int] = []
+    with running(tmp_path, config=StoreConfig(pin_lookups=1)) as agent, agent.connect() as store:
+        keys, _ = stored(store, rng)
 
-    def __init__(self, callback: Any) -> None:
+        def count() -> None:
+            busy.append(store.stats()["busy_objects"])
+
+        def look_up() -> None:
+            for _ in range(10):
+                store.match(keys[:1])
+            count()
+
+        assert export_objects(store, keys, Slow(look_up, count)) == 6
+    assert busy == [0, 6]
+
+
+class Slow(io.BytesIO):
+    """Calls back before the header is written, and then before each object is."""
+
+    def __init__(self, *callbacks: Any) -> None:
         super().__init__()
-        self._callback = callback
+        self._callbacks = list(callbacks)
 
     def write(self, data: Any) -> int:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
+        if self._callbacks:
+            self._callbacks.pop(0)()
         return super().write(data)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import secrets
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -42,6 +43,7 @@ _DIGEST_NBYTES = 16
 _JSON_NBYTES_MAX = 1 << 20
 _BATCH_NBYTES = 64 << 20
 _TIMEOUT_S = 600.0
+_RENEW_S = 0.5  # pins end after some later look-ups, and servers make many
 _NO_PARENT = bytes(KEY_NBYTES)
 
 
@@ -99,7 +101,7 @@ def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
     name = f"export-{secrets.token_hex(8)}"
     try:
         infos = _pinned(store, keys, name)
-        _write(store, infos, file)
+        _write(store, infos, file, name)
     finally:
         store.unpin(name)
     return len(infos)
@@ -114,17 +116,20 @@ def _pinned(store: Store, keys: Keys, name: str) -> list[ObjectInfo]:
     return [info for info, is_there in zip(infos, there, strict=True) if is_there]
 
 
-def _write(store: Store, infos: Sequence[ObjectInfo], file: BinaryIO) -> None:
+def _write(store: Store, infos: Sequence[ObjectInfo], file: BinaryIO, pin: str) -> None:
     description = json.dumps(
         {"tutti": __version__, "objects": len(infos), "layout": json.loads(store.layout.to_json())}
     ).encode()
     digest = xxhash.xxh3_64_intdigest(description)
     file.write(_HEADER.pack(_MAGIC, VERSION, len(description), digest) + description)
+    keys, pinned_s = as_keys([info.key for info in infos]), time.monotonic()
     with _memory(store) as memory:
         for start in range(0, len(infos), memory.pages):
+            if time.monotonic() > pinned_s + _RENEW_S:
+                store.present(keys[start:], pin=pin)
+                pinned_s = time.monotonic()
             some = infos[start : start + memory.pages]
-            pages = np.arange(len(some), dtype=np.uint32)
-            ticket = store.load(as_keys([info.key for info in some]), pages, memory=memory)
+            ticket = store.load(keys[start : start + len(some)], range(len(some)), memory=memory)
             ticket.wait(_TIMEOUT_S)
             for page, info in enumerate(some):
                 ttl_s = 0 if info.expires_s is None else min(max(1, info.expires_s), 2**32 - 1)
@@ -173,7 +178,7 @@ def _put(
     for page, entry in enumerate(batch):
         memory.write(page, entry.payload)
     first = batch[0]
-    ticket = store.put(
+    result = store.put(
         as_keys([entry.key for entry in batch]),
         np.arange(len(batch), dtype=np.uint32),
         memory=memory,
@@ -181,8 +186,7 @@ def _put(
         depth=first.depth,
         ttl_s=float(first.ttl_s) if first.ttl_s else None,
         namespace=namespace,
-    )
-    result = ticket.wait(_TIMEOUT_S)
+    ).wait(_TIMEOUT_S)
     return result.stored, result.present, result.dropped
 
 
@@ -198,9 +202,7 @@ def _read_header(layout: KVLayout, file: BinaryIO) -> int:
             f"the file has version {version}, this program reads {VERSION}; export it again with"
             " the same version of tutti"
         )
-    if nbytes > _JSON_NBYTES_MAX:
-        raise PoolCorrupt("the header of the file is damaged; export it again")
-    description = file.read(nbytes)
+    description = file.read(min(nbytes, _JSON_NBYTES_MAX))
     if len(description) != nbytes or xxhash.xxh3_64_intdigest(description) != digest:
         raise PoolCorrupt("the header of the file is damaged; export it again")
     try:
@@ -228,8 +230,7 @@ def _read_entry(file: BinaryIO, object_nbytes: int) -> _Entry | None:
 
 
 def _digest(head: bytes, payload: bytes) -> bytes:
-    digest = xxhash.xxh3_128()
-    digest.update(head)
+    digest = xxhash.xxh3_128(head)
     digest.update(payload)
     return digest.digest()
 
@@ -237,8 +238,7 @@ def _digest(head: bytes, payload: bytes) -> bytes:
 @contextlib.contextmanager
 def _memory(store: Store) -> Iterator[HostMemory]:
     """Registered memory for a batch of objects."""
-    pages = max(1, _BATCH_NBYTES // store.layout.object_nbytes)
-    memory = store.allocate_memory(pages)
+    memory = store.allocate_memory(max(1, _BATCH_NBYTES // store.layout.object_nbytes))
     try:
         yield memory
     finally:
