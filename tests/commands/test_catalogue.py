@@ -132,6 +132,21 @@ def test_the_followers_of_a_key_that_is_not_there_stay(
     assert json.loads(capsys.readouterr().out)["objects"] == 2
 
 
+def test_an_object_that_is_named_twice_is_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """By its key and its namespace, in two of the blocks in which records are read."""
+    monkeypatch.setattr("tutti.pool.record_table._BLOCK_RECORDS_MAX", 64)
+    pool, keys = str(tmp_path / "pool.tutti"), some_keys(np.random.default_rng(seed), 70)
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        store.allocate_memory(70)
+        store.put(keys, range(70), namespace="team").wait(30)
+        last = store.catalogue.keys("team")[-1].tobytes().hex()
+    words = [pool, last, "--namespace", "team"]
+    assert run(capsys, "pin", *words) == {"pinned": 70}
+    assert run(capsys, "export", *words, "--out", str(tmp_path / "a.tkv"))["exported"] == 70
+
+
 def test_wrong_keys_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool = str(tmp_path / "pool.tutti")
     tutti.open(pool, LAYOUT, "32MiB").close()

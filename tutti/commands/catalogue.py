@@ -218,7 +218,7 @@ def export(args: argparse.Namespace) -> CommandResult:
                 error.filename = args.out
             raise
         nbytes = count * store.layout.object_nbytes
-        left = len(np.unique(keys, axis=0)) - count
+        left = len(keys) - count
     text = f"{count} objects exported, {format_nbytes(nbytes)}"
     if left:
         text += f", {left} left out: evicted meanwhile, with damaged records, or beyond pin_share"
@@ -266,7 +266,7 @@ def _namespace(tenant: int, names: Mapping[int, str]) -> str:
 
 @contextmanager
 def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
-    """The pool, and the keys that the arguments name.
+    """The pool, and the keys that the arguments name, each once.
 
     Raises ConfigError when they name none, and NotThere for keys that are not in the pool: at once
     if none is, otherwise at the end.
@@ -290,7 +290,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[tuple[Store, Keys]]:
             raise absent
         if args.chain:
             keys = _with_followers(keys, store.catalogue.objects(store.catalogue.keys()))
-        yield store, as_keys(keys)
+        yield store, as_keys(list(dict.fromkeys(keys)))
         if missing:
             raise absent
 
