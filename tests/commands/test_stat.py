@@ -178,6 +178,8 @@ def test_counters_that_take_longer_than_a_look_up(
     assert main(["stat", f"unix:{agent.path}"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert (lines["used"].strip(), lines["clients"].strip()) == ("0.0%", "1")
+    assert main(["stat", f"unix:{agent.path}", "--watch", "0.1", "--count", "1"]) == 0
+    assert "away" not in capsys.readouterr().out
     found = doctor(capsys, f"unix:{agent.path}")
     assert "slots of its pool are free" in found["agent"][1]
 

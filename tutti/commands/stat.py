@@ -62,7 +62,7 @@ def stat(args: argparse.Namespace) -> CommandResult:
     if args.watch is None:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
     seconds("--watch", args.watch)
-    with connect(args.pool, pool=args.name, profile=None) as store:
+    with connect(args.pool, pool=args.name, profile=None, lookup_timeout_s=_ANSWER_S) as store:
         lines = _watch(store.stats, args.watch, args.count, sys.stderr if args.json else sys.stdout)
     return CommandResult({"intervals": lines}, f"{lines} intervals")
 
