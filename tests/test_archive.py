@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tutti.cli import main
 from tutti.commands import catalogue
 from tutti.errors import PoolCorrupt, PoolMismatch
 from tutti.medium.layout import KVLayout
+from tutti.node.pool_service import ClientSession
 from tutti.transfers.store_config import StoreConfig
 
 OTHER = KVLayout.mha(
@@ -240,6 +242,23 @@ def test_an_export_that_leaves_objects_out_fails(
         assert main(["export", f"unix:{agent.path}", *argv]) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["exported"], result["left_out"]) == (0, 6)
+
+
+def test_an_export_waits_for_a_busy_agent(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a server does for a look-up: it would miss, and all objects be left out."""
+    present, out = ClientSession.present, tmp_path / "a.tkv"
+
+    def late(session: ClientSession, message: Any) -> bytes:
+        time.sleep(1.2)
+        return present(session, message)
+
+    with running(tmp_path / "node") as agent:
+        with agent.connect() as store:
+            stored(store, rng)
+        monkeypatch.setattr(ClientSession, "present", late)
+        assert main(["export", f"unix:{agent.path}", "--namespace", "", "--out", str(out)]) == 0
 
 
 def test_the_command_line_keeps_files(

@@ -197,7 +197,7 @@ def test_an_agent_that_stops_answering_is_away(
         return read(*arguments)
 
     monkeypatch.setitem(OPERATIONS, "stats", late)  # type: ignore[arg-type]
-    monkeypatch.setattr("tutti.commands.stat._ANSWER_S", 0.2)
+    monkeypatch.setattr("tutti.commands.stat.ANSWER_S", 0.2)
     assert main(["stat", f"unix:{agent.path}", "--json"]) == 3
     said = capsys.readouterr()
     assert json.loads(said.out)["error"]["type"] == "AgentLost"

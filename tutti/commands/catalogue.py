@@ -30,6 +30,7 @@ from tutti.transfers.catalogue import ObjectInfo
 _LISTED, _NAMED_MAX = 50, 8
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _RECOVERY_S = 600.0
+ANSWER_S = 30.0  #: a busy agent may take longer than a server waits for a look-up
 _EXAMPLE = """\
 example: a pool that no process has open, then a pool of an agent (`tutti serve`)
   tutti {name} /mnt/nvme/pool.tutti {more}
@@ -345,7 +346,7 @@ def _opened(args: argparse.Namespace, name: str) -> Iterator[Store]:
     if args.members and is_agent:
         raise ConfigError("--member is only for closed pools; remove it for an agent")
     store: Store = (
-        connect(args.pool, pool=name, profile=None)
+        connect(args.pool, pool=name, profile=None, lookup_timeout_s=ANSWER_S)
         if is_agent
         else open_pool(existing_members([args.pool, *args.members]), profile=None)
     )

@@ -15,7 +15,7 @@ from tutti.base.checks import seconds
 from tutti.base.histogram import BOUNDS_S, quantile_s
 from tutti.base.terminal import facts
 from tutti.base.units import format_duration, format_nbytes
-from tutti.commands.catalogue import add_pool_name, of_each_pool
+from tutti.commands.catalogue import ANSWER_S, add_pool_name, of_each_pool
 from tutti.commands.outcome import CommandResult
 from tutti.errors import AgentLost, ConfigError
 from tutti.node.connect import AGENT, connect
@@ -38,7 +38,6 @@ _COUNTERS = (
     *("dropped", "evicted", "load_errors", "store_errors"),
 )
 _WIDTH = 9
-_ANSWER_S = 30.0  #: the counters of a large pool take longer than a look-up
 _TIER_STATES = {"closed": "works", "open": "paused", "half-open": "being tried", "off": "off"}
 
 
@@ -62,13 +61,13 @@ def stat(args: argparse.Namespace) -> CommandResult:
     if args.watch is None:
         return of_each_pool(args, lambda name: _totals(args.pool, name))
     seconds("--watch", args.watch)
-    with connect(args.pool, pool=args.name, profile=None, lookup_timeout_s=_ANSWER_S) as store:
+    with connect(args.pool, pool=args.name, profile=None, lookup_timeout_s=ANSWER_S) as store:
         lines = _watch(store.stats, args.watch, args.count, sys.stderr if args.json else sys.stdout)
     return CommandResult({"intervals": lines}, f"{lines} intervals")
 
 
 def _totals(path: str, name: str) -> CommandResult:
-    with connect(path, pool=name, profile=None, lookup_timeout_s=_ANSWER_S) as store:
+    with connect(path, pool=name, profile=None, lookup_timeout_s=ANSWER_S) as store:
         stats = store.stats()
     if not stats["connected"]:  # the numbers are old
         raise AgentLost(f"the agent at {path} is away: it did not answer in time; see its log")
