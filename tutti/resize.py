@@ -287,6 +287,7 @@ def _room(new: Geometry, members: int) -> int:
 
 def _copy(old: ObjectStore, new: ObjectStore, progress: Progress | None, room: int) -> Resized:
     """Copies ``room`` objects, the least recently used first, so that the order of use stays."""
+    old.catalogue.expiry.stop(_WAIT_S)  # what it removed meanwhile would count as damaged
     wanted = _wanted(old, room)
     dropped = len(old.catalogue.keys_by_use()) - len(wanted)
     pages = max(1, min(len(wanted), _BATCH_NBYTES // old.layout.object_nbytes))
@@ -356,8 +357,7 @@ def _copy_batch(
         if done.dropped:
             raise CapacityError(f"the new pool had no room for {done.dropped} objects; try again")
         stored += done.stored + done.present  # present: stored by a call that was interrupted
-    pinned = [info.key for info in infos if info.pinned]
-    if pinned:
+    if pinned := [info.key for info in infos if info.pinned]:
         new.catalogue.pin(as_keys(pinned))
     return stored
 

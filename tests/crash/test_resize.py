@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,7 @@ def made_on(paths: list[str], capacity: int) -> list[str]:
         memory = store.allocate_memory(len(KEYS), hugepages=False)
         for page, key in enumerate(KEYS):
             memory.write(page, content_of(key))
-        put = store.put(as_rows(KEYS[:20]), np.arange(20))
-        assert put.wait(30).stored == 20
+        assert store.put(as_rows(KEYS[:20]), np.arange(20)).wait(30).stored == 20
         put = store.put(as_rows(KEYS[20:]), np.arange(20, 40), ttl_s=1e6, namespace="other")
         assert put.wait(30).stored == 20
         store.catalogue.pin(as_rows(KEYS[:1]))
@@ -102,9 +102,8 @@ def test_everything_that_fits_goes_along(tmp_path: Path, before: int, after: int
         assert infos[KEYS[-1]].expires_s is not None
         assert infos[KEYS[-1]].tenant != infos[found[0]].tenant or found[0] in KEYS[20:]
         assert infos[KEYS[-1]].parent == KEYS[-2]
-        assert [key for key, info in infos.items() if info.pinned] == [
-            key for key in found if key == KEYS[0]
-        ]
+        pinned = [key for key, info in infos.items() if info.pinned]
+        assert pinned == [key for key in found if key == KEYS[0]]
 
 
 def fill(store: ObjectStore) -> list[bytes]:
@@ -151,11 +150,24 @@ def test_pinned_objects_go_along_whatever_has_no_room(tmp_path: Path) -> None:
         resize.resize(path, "9MiB")
 
 
+def test_expiry_during_a_resize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, wanted = made(tmp_path, SMALL), resize._wanted
+    monkeypatch.setattr("tutti.transfers.expiry._INTERVAL_S", 0.01)
+
+    def expired(old: ObjectStore, room: int) -> Any:
+        found, expiry = wanted(old, room), old._core.index.expiry
+        expiry[expiry > 0] = 1  # long ago
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(resize, "_wanted", expired)
+    assert resize.resize(paths, LARGE) == (len(KEYS), 0, 0), "kept, damaged, dropped"
+
+
 def test_links_owners_and_modes_stay(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     real = tmp_path / "disk" / "pool"
-    with tutti.open(str(real), LAYOUT, SMALL):
-        pass
+    tutti.open(str(real), LAYOUT, SMALL).close()
     real.chmod(0o660)
     link = tmp_path / "pool"
     link.symlink_to(real)
@@ -169,8 +181,7 @@ def test_links_owners_and_modes_stay(tmp_path: Path) -> None:
 def test_who_waits_for_the_old_file_finds_no_pool_in_it(tmp_path: Path) -> None:
     """Objects stored in the old file would be lost."""
     path = str(tmp_path / "pool")
-    with tutti.open(path, LAYOUT, SMALL):
-        pass
+    tutti.open(path, LAYOUT, SMALL).close()
     with open(path, "r+b") as waiting:
         resize.resize(path, LARGE)
         with pytest.raises(PoolError):
