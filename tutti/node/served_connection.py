@@ -262,11 +262,10 @@ class ServedConnection:
     def _whole(self) -> bytes | None:
         """The next message in the buffer, if it is complete."""
         buffer = self._buffer
-        have = len(buffer)
-        if have < HEADER.size:
+        if len(buffer) < HEADER.size:
             return None
         end = HEADER.size + body_nbytes(buffer)
-        if have < end:
+        if len(buffer) < end:
             return None
         body = bytes(memoryview(buffer)[HEADER.size : end])
         del buffer[:end]
