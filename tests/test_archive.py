@@ -244,6 +244,19 @@ def test_an_export_that_leaves_objects_out_fails(
     assert (result["exported"], result["left_out"]) == (0, 6)
 
 
+def test_what_may_expire_during_an_export_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """It could be gone when its turn comes, and then there would be no file at all."""
+    pool, out = str(tmp_path / "pool.tutti"), str(tmp_path / "a.tkv")
+    with tutti.open(pool, LAYOUT, "32MiB") as store:
+        keys, _ = stored(store, np.random.default_rng(seed))
+        store.catalogue.expire(keys[:1], 30.0)
+    assert main(["export", pool, "--namespace", "", "--out", out, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["exported"], result["left_out"]) == (5, 1)
+
+
 def test_an_export_waits_for_a_busy_agent(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

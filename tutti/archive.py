@@ -94,8 +94,8 @@ def chains_of(infos: Sequence[ObjectInfo]) -> list[list[ObjectInfo]]:
 def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
     """Writes objects to a file opened for binary writing; returns how many.
 
-    keys: uint8 (n, 16); those that are not in the pool, or that ``pin_share`` does not allow to
-    pin, are left out.  Every byte is verified, unless the pool is opened with verify="off".
+    keys: uint8 (n, 16); those that are not in the pool, may expire meanwhile, or have no room in
+    ``pin_share`` are left out.  Every byte is verified, unless the pool has verify="off".
     Raises OSError when the file cannot be written, and the errors of ``load``.
     """
     name = f"export-{secrets.token_hex(8)}"
@@ -110,6 +110,8 @@ def export_objects(store: Store, keys: Keys, file: BinaryIO) -> int:
 def _pinned(store: Store, keys: Keys, name: str) -> list[ObjectInfo]:
     """Objects in the order of their chains, pinned until ``name`` is unpinned."""
     infos = [info for chain in chains_of(store.catalogue.objects(keys)) for info in chain]
+    least_s = 120 + sum(info.nbytes for info in infos) / 100e6  # at 100 MB/s they are read by then
+    infos = [info for info in infos if info.expires_s is None or info.expires_s > least_s]
     if not infos:
         return []
     there = store.present(as_keys([info.key for info in infos]), pin=name)
@@ -225,8 +227,7 @@ def _read_entry(file: BinaryIO, object_nbytes: int) -> _Entry | None:
     head, payload = raw[: _HEAD.size], raw[_HEAD.size : _HEAD.size + object_nbytes]
     if raw[_HEAD.size + object_nbytes :] != _digest(head, payload):
         return None
-    key, parent, depth, ttl_s = _HEAD.unpack(head)
-    return _Entry(key, parent, depth, ttl_s, payload)
+    return _Entry(*_HEAD.unpack(head), payload)
 
 
 def _digest(head: bytes, payload: bytes) -> bytes:

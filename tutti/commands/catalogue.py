@@ -222,7 +222,7 @@ def export(args: argparse.Namespace) -> CommandResult:
         left = len(keys) - count
     text = f"{count} objects exported, {format_nbytes(nbytes)}"
     if left:
-        text += f", {left} left out: evicted meanwhile, with damaged records, or beyond pin_share"
+        text += f", {left} left out: evicted, expiring, with damaged records, or beyond pin_share"
     result = {"exported": count, "left_out": left, "payload_nbytes": nbytes}
     return CommandResult(result, text, EXIT_FAILED if left else EXIT_OK)
 
