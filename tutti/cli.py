@@ -176,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; only commands that are named in `argv` are imported and know their arguments."""
+    """The parser; only the command that `argv` names is imported and knows its arguments."""
     parser = _Parser(
         prog="tutti",
         description="A key-value store on NVMe SSDs for the KV cache of large language models.",
@@ -185,6 +185,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tutti {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     groups: dict[str, Any] = {}
+    words = [word for word in argv if not word.startswith("-")]  # the command's name comes first
     for name, where, summary in COMMANDS:
         group, _, leaf = name.rpartition(" ")
         if group and group not in groups:
@@ -195,7 +196,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             groups[group] = child.add_subparsers(metavar="WHAT", required=True)
         place = groups[group] if group else commands
         child = place.add_parser(leaf, help=summary, description=summary)
-        if set(name.split()) <= set(argv):
+        if name.split() == words[: 1 + bool(group)]:
             module, _, function = where.partition(":")
             getattr(import_module(f"tutti.commands.{module}"), function)(child)
             child.add_argument(
@@ -229,10 +230,8 @@ def _terminate(number: int, frame: object) -> NoReturn:
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into exceptions, unless another handler (or `nohup`) is set."""
-    own_thread = threading.current_thread() is threading.main_thread()
-    mine = [number for number in _ENDS if signal.getsignal(number) is signal.SIG_DFL]
-    if not own_thread:
-        mine = []
+    is_main = threading.current_thread() is threading.main_thread()
+    mine = [each for each in _ENDS if is_main and signal.getsignal(each) is signal.SIG_DFL]
     for number in mine:
         signal.signal(number, _terminate)
     try:

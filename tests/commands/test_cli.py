@@ -50,11 +50,19 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def test_every_option_has_a_help_text() -> None:
-    words = [word for name in LEAVES for word in name.split()]
-    found = list(options_of(cli.build_parser(words)))
+    found = [a for name in LEAVES for a in options_of(cli.build_parser(name.split()))]
     assert len(found) > 200
     bare = [a.option_strings or a.dest for a in found if not (a.help or "").split("(default")[0]]
     assert bare == []
+
+
+def test_a_path_may_be_called_like_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That command's settings do not matter then, nor what it imports."""
+    monkeypatch.setenv("TUTTI_SERVE_CAPACITY", "nonsense")
+    assert run("info", "serve") == 3
+    assert "serve does not exist" in capsys.readouterr().err
 
 
 class Json:
