@@ -373,7 +373,8 @@ def test_half_of_the_members_are_labelled(loop: Loop) -> None:
 def test_labels_are_for_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["format", str(tmp_path / "pool"), "--for-server"]) == 2
     assert "not a device" in capsys.readouterr().err
-    assert cli.main(["format", "/dev/x", "--for-server", "--capacity", "1GiB"]) == 2
+    for words in (["--capacity", "1GiB"], ["--layers", "2"], ["--any-model"]):
+        assert cli.main(["format", "/dev/x", "--for-server", *words]) == 2
     assert "chooses layout and capacity" in capsys.readouterr().err
     assert cli.main(["format", str(tmp_path / "pool"), "--model", "llama-3.1-8b"]) == 2
     assert "--capacity" in capsys.readouterr().err

@@ -164,7 +164,8 @@ def run_format(args: argparse.Namespace) -> CommandResult:
 
 
 def _label(args: argparse.Namespace, serials: list[str]) -> CommandResult:
-    if args.capacity is not None or args.model is not None or args.prewrite:
+    given = args.capacity, args.model, args.layers, args.kv_heads, args.head_dim, args.mla
+    if given != (None,) * len(given) or args.any_model or args.weights or args.prewrite:
         raise ConfigError("the server chooses layout and capacity; pass --for-server without them")
     check_exist(list(filter(is_device, args.paths)))
     label(args.paths, force=serials)
