@@ -19,7 +19,7 @@ from store.pools import fill, some_keys
 from tutti.archive import export_objects, import_objects
 from tutti.cli import main
 from tutti.commands import catalogue
-from tutti.errors import PoolCorrupt, PoolMismatch
+from tutti.errors import AgentRefused, PoolCorrupt, PoolMismatch
 from tutti.medium.layout import KVLayout
 from tutti.node.pool_service import ClientSession
 from tutti.transfers.store_config import StoreConfig
@@ -242,6 +242,26 @@ def test_an_export_that_leaves_objects_out_fails(
         assert main(["export", f"unix:{agent.path}", *argv]) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["exported"], result["left_out"]) == (0, 6)
+
+
+def test_an_import_during_a_restart_of_the_agent_does_not_blame_the_pool(
+    tmp_path: Path,
+    rng: np.random.Generator,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, _, _ = exported(tmp_path, rng)
+    (tmp_path / "a.tkv").write_bytes(whole)
+
+    def away(session: ClientSession, message: Any) -> Any:
+        raise AgentRefused("the agent is stopping; connect again later")
+
+    with running(tmp_path / "node") as agent:
+        agent.connect().close()
+        monkeypatch.setattr(ClientSession, "plan_put", away)
+        assert main(["import", f"unix:{agent.path}", str(tmp_path / "a.tkv")]) == 1
+    said = capsys.readouterr().out
+    assert "6 dropped: " in said and "or the agent was away" in said
 
 
 def test_what_may_expire_during_an_export_is_left_out(

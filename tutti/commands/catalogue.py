@@ -234,8 +234,8 @@ def import_(args: argparse.Namespace) -> CommandResult:
     text = f"{result.stored} objects stored, {result.present} in the pool already"
     if result.dropped:
         text += (
-            f", {result.dropped} dropped: the pool is full of objects in use, or the namespace's"
-            " quota or a budget of writes is used up"
+            f", {result.dropped} dropped: the pool is full of objects in use, a quota or a budget"
+            " of writes is used up, or the agent was away"
         )
     return CommandResult(dict(vars(result)), text, EXIT_FAILED if result.dropped else EXIT_OK)
 
