@@ -139,7 +139,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         if "default" not in text:
             text += " (default: %(default)s)"
         values = value if isinstance(value, list | tuple) else [value]
-        return text.replace("%(default)s", " ".join(map(str, values)))
+        return text.replace("%(default)s", " ".join(map(str, values)).replace("%", "%%"))
 
 
 class _Parser(argparse.ArgumentParser):

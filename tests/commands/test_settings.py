@@ -99,6 +99,15 @@ def test_the_agents_folder_comes_from_the_file(config: Path) -> None:
     assert args.folder == "/pools"
 
 
+def test_help_shows_a_setting_with_a_percent_sign(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text('[serve]\nfolder = "/pools/50%full"')
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert "(default: /pools/50%full)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_agent_refuses_keys_of_another_table(config: Path) -> None:
     config.write_text('[serve]\nmodel = "m"')
     with pytest.raises(ConfigError, match="unknown key 'model'"):
