@@ -130,16 +130,18 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 opened.callback(self._close_store, stored_pool)
             if gpu is not None:
                 opened.callback(gpu.rest, timeout_s)
-            self._options, self._timeout_s, self._gpu = options, timeout_s, gpu
-            self._start_parts(stored_pools, opened)
-            self._opened = opened.pop_all()
+            self._timeout_s, self._gpu = timeout_s, gpu
+            self._start_parts(options, stored_pools, opened)
+            self._options, self._opened = options, opened.pop_all()
         # A scheduler that ends with an error does not call close.
         at_exit(self.close)
         self._closed = False
 
-    def _start_parts(self, stored_pools: Sequence[StoredPool], opened: ExitStack) -> None:
+    def _start_parts(
+        self, options: dict[str, Any], stored_pools: Sequence[StoredPool], opened: ExitStack
+    ) -> None:
         """Makes the parts that depend on the options.  opened: closes parts that have threads."""
-        options, timeout_s = self._options, self._timeout_s
+        timeout_s = self._timeout_s
         self._admission = admission_for(options, stored_pools, self._group)
         self._batch_pages_max = options["max_load_tokens"] // self._group.page_size
         if self._gpu is not None:
@@ -366,12 +368,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             options = parse_options(config, LINKER, LINKER_OPTIONS)
             check_limits(options, self._group.page_size)
         if self._closed:
-            before = self._options
-            try:
-                self._open(options)
-            except BaseException:
-                self._options = before
-                raise
+            self._open(options)
         elif options != self._options:
             raise ConfigError("the linker is attached with other options; detach it first")
 
