@@ -47,7 +47,8 @@ def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
     kind, kinds, page_size = type(kvcache), frozenset(components), params.page_size
     drafts = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
     if not drafts and kinds == {_FULL} and kind in (MHATokenToKVPool, MLATokenToKVPool):
-        entry = _kv_entry(PoolName.KV, kvcache, _own_layers(kvcache), page_size)
+        layers = {layer: layer for layer in range(kvcache.layer_num)}
+        entry = _kv_entry(PoolName.KV, kvcache, layers, page_size)
         replicated = kind is MLATokenToKVPool
         return DevicePoolGroup([entry], kvcache.layer_num, page_size, rank_replicated=replicated)
     if not drafts and kinds == {_FULL, _SWA} and kind is SWAKVPool:
@@ -92,10 +93,6 @@ def parallel_rank_of(params: Any, model: ServedModel, *, replicated: bool) -> Pa
 def _group(entries: list[DevicePoolEntry], page_size: int) -> DevicePoolGroup:
     layers = 1 + max(layer for entry in entries for layer in entry.layer_mapping)
     return DevicePoolGroup(entries, layers, page_size)
-
-
-def _own_layers(pool: Any) -> dict[int, int]:
-    return {layer: layer for layer in range(pool.layer_num)}
 
 
 def _window_entries(kvcache: Any, page_size: int) -> tuple[DevicePoolEntry, DevicePoolEntry]:

@@ -44,10 +44,6 @@ def activate() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def _of_sglang(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    return original(scheduler, request)
-
-
 def _clear_hicache(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Reports a failed clear; SGLang ignores the storage's answer and reports success."""
     answer = original(scheduler, request)
@@ -86,7 +82,7 @@ def _hook(
     what: str,
     output: str,
     action: Callable[[Any, Any], None],
-    of_hicache: Callable[..., Any] = _of_sglang,
+    of_hicache: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A hook that applies ``action`` to every linker, only while the scheduler is idle.
 

@@ -112,10 +112,6 @@ class Read:
             return self.error.wait_settled(max(0.0, deadline_s - time.monotonic()))
         return True  # the store began nothing, or has ended it
 
-    def is_over(self) -> bool:
-        """Whether the device does not use ``pages`` any more."""
-        return self.wait_over(0.0)
-
     def outcome(self) -> Exception | None:
         """The error of a read that has ended, or None."""
         if self.error is None and self._ticket is not None:
@@ -128,4 +124,4 @@ class Read:
     def retire(self) -> None:
         """Frees staging as soon as the device does not use it any more."""
         assert self.staged, "SGLang frees its own pages"
-        self.stored_pool.loads.retire(self.pages, self.is_over)
+        self.stored_pool.loads.retire(self.pages, lambda: self.wait_over(0.0))

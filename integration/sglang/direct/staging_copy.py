@@ -33,19 +33,15 @@ class Fence:
 
     def wait(self, deadline_s: float) -> None:
         """Waits for all events.  Raises DeviceTimeout at the deadline (time.monotonic())."""
-        self._wait(self.events, deadline_s)
-
-    def wait_slots(self, deadline_s: float) -> None:
-        """Waits for the first event only: the slots are known then."""
-        self._wait(self.events[:1], deadline_s)
-
-    @staticmethod
-    def _wait(events: Sequence[Any], deadline_s: float) -> None:
-        for event in events:
+        for event in self.events:
             if not wait_until(event.query, max(0.0, deadline_s - time.monotonic())):
                 raise DeviceTimeout(
                     "SGLang's device did not finish its work in time; nothing was moved"
                 )
+
+    def wait_slots(self, deadline_s: float) -> None:
+        """Waits for the first event only: the slots are known then."""
+        Fence(self.events[:1]).wait(deadline_s)
 
 
 @dataclass(frozen=True)
