@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from linker_engine import damage, in_use, kept_ahead, names, wait_for
+from linker_engine import WAIT_S, damage, in_use, kept_ahead, names, wait_for
 from linker_states import KINDS, StatesRig, linear, windows
 
 WINDOWS = {"swa": 2, "mamba": 1}
@@ -157,6 +159,58 @@ def test_small_pages_are_packed_and_a_batch_holds_what_staging_does(tmp_path: Pa
         index = rig.linker.start_layer_wise_loading()
         assert rig.linker.finish_layer_wise_loading(index)
         assert rig.content("indexer", range(most)) == want
+
+
+@pytest.fixture
+def small_staging(tmp_path: Path) -> Iterator[StatesRig]:
+    """Staging for ten pages, all of which may be read ahead; the pages of the indexer need it."""
+    with StatesRig(tmp_path, "sparse", load_staging="4MiB", read_ahead_share=1.0) as rig:
+        assert rig.linker.stored_pools["indexer"].loads.pages == 10
+        rig.fill(11)
+        assert rig.store(rig.transfers(names(10), {"kv": list(range(10))}))
+        assert rig.store(rig.transfers(names(4, "other"), {"kv": list(range(10, 14))}))
+        yield rig
+
+
+def test_a_batch_gets_the_staging_beside_a_read_ahead_that_it_shares(
+    small_staging: StatesRig,
+) -> None:
+    """It needs two pages of the six, and the other eight do not fit into the rest."""
+    rig, to = small_staging, {"kv": list(range(10))}
+    indexer, want = rig.linker.stored_pools["indexer"], rig.content("indexer", range(10))
+    other = [*names(2), *names(4, "other")]
+    assert rig.linker.lookup("waits", rig.transfers(other))[-1] == 6
+    wait_for(lambda: indexer.metrics.snapshot().get("ahead_pages") == 6)
+    rig.wipe()
+    assert rig.restore(rig.transfers(names(10), to))
+    assert rig.content("indexer", range(10)) == want
+    wait_for(lambda: in_use(indexer.loads) == 0)
+
+
+def test_a_batch_waits_for_staging_that_is_still_being_read(
+    small_staging: StatesRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, to = small_staging, {"kv": list(range(10))}
+    indexer, want = rig.linker.stored_pools["indexer"], rig.content("indexer", range(10))
+    begun, go = threading.Event(), threading.Event()
+    load = indexer.store.load
+
+    def late(*args: Any, ahead: bool = False, **how: Any) -> Any:
+        if ahead:
+            begun.set()
+            assert go.wait(WAIT_S)
+        return load(*args, ahead=ahead, **how)
+
+    monkeypatch.setattr(indexer.store, "load", late)
+    assert rig.linker.lookup("waits", rig.transfers(names(4, "other")))[-1] == 4
+    assert begun.wait(WAIT_S)
+    rig.wipe()
+    assert rig.linker.load("r", rig.transfers(names(10), to))
+    index = rig.linker.start_layer_wise_loading()
+    wait_for(lambda: not kept_ahead(rig.linker.ahead))
+    go.set()
+    assert rig.linker.finish_layer_wise_loading(index)
+    assert rig.content("indexer", range(10)) == want
 
 
 def test_windows_in_staging_do_not_shorten_prefixes(

@@ -37,13 +37,13 @@ class QueuedLoad:
 
 
 def plan_loads(
-    stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead, batch: str = ""
+    stored_pool: StoredPool, keys: Keys, pages: Pages, ahead: ReadAhead, batch: str, until_s: float
 ) -> PoolReadPlan:
     """Plans to read each key at most once: not if it is staged, into staging if the rest fits, else
     into the first page that needs it.
 
     keys (n, 16), pages (n,): the loads of all requests of a batch from one pool.  batch: its name.
-    Raises DeviceTimeout if staging is needed and the device does not release it.
+    Raises DeviceTimeout if staging is needed and not released until until_s (time.monotonic()).
     """
     names: dict[bytes, int] = {}
     row_of = np.array([names.setdefault(key.tobytes(), len(names)) for key in keys], np.int64)
@@ -54,10 +54,13 @@ def plan_loads(
     rest = np.array([row for row in range(len(names)) if row not in taken], np.int64)
     if not rest.size:
         return PoolReadPlan([], reads, copies)
+    staging = None
     if not stored_pool.reads_directly:
         ahead.make_room(stored_pool, rest.size)
+        # What was dropped may still be being read; other pools can do without staging.
+        left_s = until_s - time.monotonic() if stored_pool.memory is None else 0.0
+        staging = stored_pool.loads.allocate(rest.size, left_s)
     place = np.full(len(names), -1, np.int64)
-    staging = None if stored_pool.reads_directly else stored_pool.loads.allocate(rest.size)
     wanted = np.isin(row_of, rest)
     if staging is not None and stored_pool.loads.memory is not None:
         place[rest] = staging
@@ -165,11 +168,11 @@ class LoadBatch(Owned):
     def start(self) -> None:
         """Submits the reads; called on a thread that may block."""
         try:
-            for stored_pool, keys, pages in self._wanted():
+            for wanted in self._wanted():
                 with self._planning:
                     if self._abandoned:
                         break
-                    plan = plan_loads(stored_pool, keys, pages, self._ahead, self._name)
+                    plan = plan_loads(*wanted, self._ahead, self._name, self._deadline_s)
                     self._plans.append(plan)
                 for read in plan.ahead:
                     read.join(self._name)

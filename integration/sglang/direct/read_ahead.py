@@ -158,25 +158,25 @@ class ReadAhead(Owned):
     def take(self, stored_pool: StoredPool, keys: Sequence[bytes]) -> dict[int, tuple[Read, int]]:
         """(read, row in it) of each row of ``keys`` that is staged.
 
-        The reads are kept until ``release`` was called once for each.
+        The reads are kept until ``release`` was called once for each.  Empty if all keys must go
+        through staging, and the rest would not fit beside these reads: they may also hold pages of
+        other requests.
         """
-        found: dict[int, tuple[Read, int]] = {}
-        users: dict[int, _Staged] = {}
         with self._changed:
             for staged in self._staged:
                 if staged.listed and staged.read.has_failed:  # the thread has not noticed yet
                     self._unlist(staged)
-            if not self._by_key:
-                return found
-            for row, key in enumerate(keys):
-                place = self._by_key.get((stored_pool.name, key))
-                if place is not None:
-                    users[id(place[0])] = place[0]
-                    place[0].used.add(place[1])
-                    found[row] = place[0].read, place[1]
-            for staged in users.values():
+            known, name = self._by_key, stored_pool.name
+            found = {row: known[name, key] for row, key in enumerate(keys) if (name, key) in known}
+            users = {staged for staged, _ in found.values()}
+            needed = sum(len(staged.read.keys) for staged in users) + len(keys) - len(found)
+            if stored_pool.memory is None and needed > stored_pool.loads.pages:
+                return {}
+            for staged, place in found.values():
+                staged.used.add(place)
+            for staged in users:
                 staged.users += 1
-        return found
+        return {row: (staged.read, place) for row, (staged, place) in found.items()}
 
     def release(self, read: Read) -> None:
         """Releases a read that a batch took."""

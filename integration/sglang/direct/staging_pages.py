@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tutti.base.process import Owned
+from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.integration.sglang.direct.kv_pools import Pages, Views
 from tutti.interface import Store
 from tutti.memory.host_memory import HostMemory
@@ -38,14 +39,25 @@ class StagingPages(Owned):
             self.memory = store.allocate_memory(self.pages)
             self.views = [] if views_of is None else views_of(self.memory)
 
-    def allocate(self, pages: int) -> Pages | None:
-        """Allocates ``pages`` pages; returns their numbers, or None if too few are free."""
-        with self._lock:
-            self._reclaim()
-            if pages > self._free.size:
-                return None
-            taken, self._free = self._free[:pages], self._free[pages:]
+    def allocate(self, pages: int, timeout_s: float = 0.0) -> Pages | None:
+        """Allocates ``pages`` pages; returns their numbers, or None if too few are free.
+
+        timeout_s: how long to wait for more. Those that are free are kept meanwhile.
+        """
+        taken = self._free[:0]
+
+        def take() -> bool:
+            nonlocal taken
+            with self._lock:
+                self._reclaim()
+                more, self._free = np.split(self._free, [pages - taken.size])
+            taken = np.concatenate((taken, more))
+            return taken.size == pages
+
+        if wait_until(take, timeout_s):
             return taken
+        self.release(taken)
+        return None
 
     def release(self, pages: Pages) -> None:
         """Frees pages that are not in use any more."""
