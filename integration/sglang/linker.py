@@ -152,10 +152,8 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if schedule is None:
             limits = limits_of(options, list(self._group.pools.values()))
             schedule = Schedule(Unknown(), limits, policy=ImmediatePolicy)
-        self._second_touches = {
-            stored_pool.name: SecondTouch(stored_pool.metrics)
-            for stored_pool in (stored_pools if options["second_touch"] else ())
-        }
+        touching = stored_pools if options["second_touch"] else ()
+        self._second_touches = {pool.name: SecondTouch(pool.metrics) for pool in touching}
         self.ahead = ReadAhead(
             stored_pools,
             schedule=schedule,
@@ -447,9 +445,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     @property
     def _fingerprint(self) -> bytes:
         """Fingerprint of all pools: one pool's pages are useless without the others'."""
-        prints = [
-            stored_pool.store.layout.fingerprint for stored_pool in self.stored_pools.values()
-        ]
+        prints = [pool.store.layout.fingerprint for pool in self.stored_pools.values()]
         return prints[0] if len(prints) == 1 else xxhash.xxh3_128_digest(b"".join(prints))
 
     def _fence(self) -> Fence:

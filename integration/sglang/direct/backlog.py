@@ -195,15 +195,12 @@ class Backlog(Owned):
         self._queue = Dispatcher.join(schedule, Guard())
         self._prefix = self._queue.attach(self)
         self._longest: dict[str, int] = {}  # most pages of a part, by pool
-        for stored_pool in stored_pools:
+        for pool in stored_pools:
             # Without direct access, all pages are copied out.
-            most = (
-                0 if stored_pool.memory is None else int(stored_pool.kv_pool.pages * locked_share)
-            )
-            space = self._prefix + stored_pool.name
-            self._longest[stored_pool.name] = max(most, stored_pool.stores.pages)
-            now_ns = self._queue.now_ns()
-            self._queue.post(SpaceKnown(now_ns, space, most, stored_pool.stores.pages))
+            most = 0 if pool.memory is None else int(pool.kv_pool.pages * locked_share)
+            self._longest[pool.name] = max(most, pool.stores.pages)
+            now_ns, space = self._queue.now_ns(), self._prefix + pool.name
+            self._queue.post(SpaceKnown(now_ns, space, most, pool.stores.pages))
         self._threads = [
             threading.Thread(target=self._run_copies, name="tutti-copy-out", daemon=True),
             threading.Thread(target=self._run_puts, name="tutti-offload", daemon=True),

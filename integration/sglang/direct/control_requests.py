@@ -79,10 +79,7 @@ def _attach_hicache(original: Callable[..., Any], scheduler: Any, request: Any) 
 
 
 def _hook(
-    what: str,
-    output: str,
-    action: Callable[[Any, Any], None],
-    of_hicache: Callable[..., Any],
+    what: str, output: str, action: Callable[[Any, Any], None], of_hicache: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A hook that applies ``action`` to every linker, only while the scheduler is idle.
 

@@ -63,10 +63,8 @@ class Lookups:
         ahead: ReadAhead,
         log_error: Callable[[str, object], None],
     ) -> None:
-        self._by_page = [
-            stored_pool for stored_pool in stored_pools if not stored_pool.kv_pool.trailing
-        ]
-        self._states = [stored_pool for stored_pool in stored_pools if stored_pool.kv_pool.trailing]
+        self._by_page = [pool for pool in stored_pools if not pool.kv_pool.trailing]
+        self._states = [pool for pool in stored_pools if pool.kv_pool.trailing]
         self._admission = admission
         self._ahead = ahead
         self._log_error = log_error

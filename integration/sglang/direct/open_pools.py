@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ def open_stored_pools(
         media = () if uses_agent(options) else media_of(options["path"])[1]
         schedule = Schedule(profile, limits, source=profile_source, media=media, puts=False)
     schedule = record_of(options, f"linker-{parallel_rank.name}", schedule)
-    try:
+    with ExitStack() as undo:
         for pool in pools:
             layout = layout_of(pool.shape, identity, parallel_rank)
             store, path = open_store(
@@ -79,30 +80,24 @@ def open_stored_pools(
                 schedule,
                 is_kv=pool is group.pools.get("kv", pools[0]),
             )
+            undo.callback(store.close)
             metrics = Metrics(
                 {"mode": LINKER, "pool": pool.name, "rank": parallel_rank.name},
                 prometheus=prometheus,
             )
-            try:
-                stored_pools[pool.name] = StoredPool(
-                    pool,
-                    store,
-                    metrics,
-                    staging=(loads[pool.name], stores[pool.name]),
-                    breaker=breaker,
-                    namespace=options["namespace"],
-                    gpu=gpu,
-                    gpu_staging=gpu_staging.get(pool.name),
-                )
-            except BaseException:
-                store.close()
-                raise
+            stored_pools[pool.name] = StoredPool(
+                pool,
+                store,
+                metrics,
+                staging=(loads[pool.name], stores[pool.name]),
+                breaker=breaker,
+                namespace=options["namespace"],
+                gpu=gpu,
+                gpu_staging=gpu_staging.get(pool.name),
+            )
             metrics.info(facts_of(store, path))
             _log.info("Tutti: %s holds %s pages", path, store.stats()["capacity_objects"])
-    except BaseException:
-        for stored_pool in stored_pools.values():
-            stored_pool.store.close()
-        raise
+        undo.pop_all()
     return stored_pools
 
 
