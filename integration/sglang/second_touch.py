@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +17,19 @@ _TOUCHED_MAX = 1 << 20
 class SecondTouch:
     """Remembers the last 2**20 pages that one pool was offered.
 
-    metrics: counts declined pages.
+    metrics: counts declined pages.  counts: whether an offer counts; see `around_offers`.
     """
+
+    counts = True
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._touched: OrderedDict[bytes, None] = OrderedDict()
 
     def admitted(self, keys: Keys) -> Mask:
-        """Which of these keys (n, 16) were offered before, (n,)."""
+        """Which of these keys (n, 16) were offered before, (n,); none if it does not count."""
+        if not self.counts:
+            return np.zeros(len(keys), np.bool_)
         wanted = np.ones(len(keys), np.bool_)
         for row, key in enumerate(keys):
             name = key.tobytes()
@@ -38,3 +44,14 @@ class SecondTouch:
     def clear(self) -> None:
         """Forgets all pages."""
         self._touched.clear()
+
+
+def around_offers(original: Callable[..., Any], wrapper: Any, nodes: Sequence[int]) -> None:
+    """SGLang's plugin: of a chain of nodes that SGLang offers to a linker, the last one counts.
+
+    SGLang adds those before it because they are not stored yet: with each chunk of a prompt, and
+    with the answer to it.  Otherwise a prompt that never returns would be stored.
+    """
+    for node in nodes:
+        SecondTouch.counts = node == nodes[-1]
+        original(wrapper, [node])

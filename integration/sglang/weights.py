@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang import kv_events, large_pages, storages
+from tutti.integration.sglang import kv_events, large_pages, second_touch, storages
 from tutti.integration.sglang.direct import control_requests, model_steps
 from tutti.integration.sglang.launch import VERSIONS, installed_version
 from tutti.integration.sglang.metrics import UNFLUSHED, level_all
@@ -21,6 +21,7 @@ from tutti.integration.sglang.metrics import UNFLUSHED, level_all
 _log = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+_OFFERS = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper."
 
 
 class WeightsWatch:
@@ -77,7 +78,7 @@ _held: bool | None = None
 
 
 def activate() -> None:
-    """SGLang's plugin: hooks updates of weights, flushes, steps, events, host pools and control.
+    """SGLang's plugin: hooks updates of weights, flushes, offers, steps, events, pools and control.
 
     Every server of the environment loads it, also without Tutti. It hooks nothing in other
     versions of SGLang, where these functions may differ.
@@ -101,6 +102,7 @@ def activate() -> None:
         # SGLang flushes after weights that it loaded itself, but not after others.
         (_UPDATER + "end_weight_update", _if_session(lambda s: s and not s.loaded_weights)),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _around_flush),
+        (_OFFERS + "offload_nodes", second_touch.around_offers),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     WATCH.watched = True

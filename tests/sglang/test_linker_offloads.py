@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tutti.errors import DeviceTimeout
 from tutti.integration.sglang.direct import backlog as backlog_module
 from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.direct import open_pools as open_pools_module
+from tutti.integration.sglang.second_touch import around_offers
 
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
@@ -80,6 +82,25 @@ def test_second_touch_stores_what_is_offered_again(tmp_path: Path) -> None:
         assert rig.lookup(names(6)) == 6
         assert rig.restore(names(6), range(20, 26))
         assert rig.content(range(20, 26)) == want
+
+
+def test_a_prompt_that_never_returns_has_no_second_touch(tmp_path: Path) -> None:
+    """Though SGLang offers its pages again, with the node of its answer."""
+    nodes = {1: (names(4), range(4)), 2: (names(6)[4:], range(4, 6))}
+    with Rig(tmp_path, second_touch=True) as rig:
+        rig.fill(8)
+
+        def offer(_: Any, chain: Sequence[int]) -> None:
+            for node in chain:
+                rig.store(*nodes[node])
+
+        for chain in ([1], [1, 2]):  # after its prefill, and after its answer
+            around_offers(offer, None, chain)
+        assert rig.lookup(names(6)) == 0
+        assert rig.linker.metrics.snapshot()["declined_pages"] == 6, "each page once"
+        for chain in ([1], [2]):  # another request, whose prompt is both
+            around_offers(offer, None, chain)
+        assert rig.lookup(names(6)) == 6
 
 
 def test_completions_wait_for_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
