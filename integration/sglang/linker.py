@@ -301,7 +301,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self.ahead.reset()
         self.layer_done_counter.reset(self._end)
         self._lookups.reset()
-        self.backlog.reset()
+        self.backlog.reset(stale=WATCH.namespace is None)  # KV of the old weights
 
     def close(self) -> None:
         """As reset, then closes the pools; a second call does nothing."""

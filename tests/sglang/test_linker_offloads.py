@@ -15,10 +15,12 @@ from memory_controller import Faults
 from test_linker_stress import stores_in_memory
 
 from tutti.errors import DeviceTimeout
+from tutti.integration.sglang import linker as linker_module
 from tutti.integration.sglang.direct import backlog as backlog_module
 from tutti.integration.sglang.direct import control_requests as control
 from tutti.integration.sglang.direct import open_pools as open_pools_module
 from tutti.integration.sglang.second_touch import around_offers
+from tutti.integration.sglang.weights import WeightsWatch
 
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
@@ -172,6 +174,26 @@ def test_a_flush_drops_what_a_slow_medium_did_not_begin(
         assert rig.store(names(3, "19"), range(3)), "and what comes later is stored"
         queue = rig.linker.backlog._queue
         wait_for(lambda: not queue.state.writes and not queue.under_way)
+
+
+def test_a_flush_after_new_weights_does_not_wait_for_pages_of_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = WeightsWatch()
+    monkeypatch.setattr(linker_module, "WATCH", watch)
+    with Rig(tmp_path, backlog_share=1.0) as rig:
+        rig.fill(1)
+        with monkeypatch.context() as patch:
+            slow_down(rig, patch, 0.3)
+            for part in range(20):
+                assert rig.offload(names(3, str(part)), range(3 * part, 3 * part + 3))
+            watch.changed()
+            rig.linker.reset()
+        assert rig.linker.backlog.locked == 0, "SGLang may use every page"
+        assert rig.stored_pool.store.stats()["stored"] < 60
+        assert "dropped_pages" not in rig.linker.metrics.snapshot(), "nobody would look for them"
+        watch.flushed()
+        assert rig.store(names(3, "0"), range(3))
 
 
 def test_a_flush_ends_a_long_offload_between_two_batches(

@@ -21,9 +21,7 @@ from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransf
 from tutti.integration.sglang.identity import ParallelRank, ServedModel
 
 __all__ = [
-    "ComponentType",
     "DevicePoolEntry",
-    "DevicePoolGroup",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PoolHitPolicy",

@@ -245,13 +245,14 @@ class Backlog(Owned):
         with self._changed:
             return self._changed.wait_for(lambda: not self._parts, timeout_s)
 
-    def finish(self) -> None:
+    def finish(self, *, stale: bool = False) -> None:
         """Waits until none of SGLang's pages is in use.  Raises DeviceTimeout.
 
-        After half of the time, pages that no device has touched are dropped.
+        After half of the time, pages that no device has touched are dropped.  stale: no look-up
+        could find them; they are dropped at once, and not counted.
         """
-        if not self.wait_quiet(self._timeout_s / 2):
-            self._drop_unbegun()
+        if not self.wait_quiet(0.0 if stale else self._timeout_s / 2):
+            self._drop_unbegun(stale=stale)
         with self._changed:
             if not self._changed.wait_for(lambda: not self.locked, self._timeout_s / 2):
                 raise DeviceTimeout(
@@ -259,19 +260,20 @@ class Backlog(Owned):
                     "SGLang would use them for something else; restart the server"
                 )
 
-    def reset(self) -> None:
+    def reset(self, *, stale: bool) -> None:
         """As ``finish``, and forgets completions."""
-        self.finish()
+        self.finish(stale=stale)
         with self._changed:
             self._order.clear()
 
-    def _drop_unbegun(self) -> None:
+    def _drop_unbegun(self, *, stale: bool) -> None:
         """Drops what was not begun; batches and copies to staging that are under way continue."""
         with self._changed:
             for name, (offload, part) in list(self._parts.items()):
                 left = part.pages - part.begun
                 if left and not part.leaves:
-                    self._dropped(part, _SLOW[0], _SLOW[1].format(self._timeout_s / 2), left)
+                    if not stale:
+                        self._dropped(part, _SLOW[0], _SLOW[1].format(self._timeout_s / 2), left)
                     part.begun = part.granted = part.pages
                     part.ended += left
                     self._queue.add(WriteGone(self._queue.now_ns(), name, withdrawn=True))
