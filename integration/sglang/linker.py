@@ -316,7 +316,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
     def stats(self) -> dict[str, Any]:
         """Statistics by pool: of its store, and of its reads ahead by path; {} if detached."""
         pools = {} if self._closed else self.stored_pools
-        ahead = self.ahead.stats
+        ahead = self.ahead.trials.stats
         return {name: {**p.store.stats(), "read_ahead": ahead(p)} for name, p in pools.items()}
 
     def clear(self) -> None:

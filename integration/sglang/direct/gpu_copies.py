@@ -39,7 +39,7 @@ from tutti.gio_uring.gpu.stream_queue import wait_until
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.integration.sglang.direct.kernel_share import KernelShare
 from tutti.integration.sglang.direct.kv_pools import Pages, Span
-from tutti.integration.sglang.direct.layer_marks import BatchMarks, LayerMarks
+from tutti.integration.sglang.direct.layer_marks import LayerMarks
 from tutti.integration.sglang.direct.staging_size import StagingSize
 from tutti.integration.sglang.direct.table_copy import TableCopies, are_short
 from tutti.interface import Store
@@ -82,7 +82,7 @@ class Gpu:
     """The linker's use of one GPU.  Thread-safe as far as CUDA is.
 
     copy_stream, leaving: its streams.  mover: see the option gpu_mover; `profile` gives the number
-    of multiprocessors of its kernel.  engine: see the option gpu_engine.
+    of multiprocessors of its kernel.  engine: see the option gpu_engine.  marks: of its batches.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Gpu:
         self.events = EventPool(driver)
         self._left = driver.create_event()
         self._leaving_lock = threading.Lock()
-        self._marks = LayerMarks(driver)
+        self.marks = LayerMarks(driver)
         #: Called with (batch, layer, seconds waited) when the forward's stream begins a layer.
         self.began: Callable[[str, int, float], object] = lambda batch, layer, waited_s: None
 
@@ -266,10 +266,6 @@ class Gpu:
         for engine in self._engines:
             engine.follow(self.copy_stream)
 
-    def marks(self, layers: int) -> BatchMarks | None:
-        """Marks for one batch of a model with ``layers`` layers; None if all are in use."""
-        return self._marks.take(layers)
-
     def copy(
         self,
         stream: int,
@@ -320,7 +316,7 @@ class Gpu:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not wait_until(lambda s=stream: self.driver.is_stream_done(s), left_s):  # type: ignore[misc]
                 raise DeviceTimeout("a stream of the GPU did not end; end the process")
-        self._marks.close(max(0.0, deadline_s - time.monotonic()))
+        self.marks.close(max(0.0, deadline_s - time.monotonic()))
         self.events.release([self._left])
         for part in (self.share, self._rare, self._short):
             if part is not None:

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tutti.base.arrays import Keys
 from tutti.base.callbacks import Guard
@@ -77,6 +76,7 @@ class ReadAhead(Owned):
     schedule: of the queue that the pools share, with the limit of staging for read-ahead.
     lookups: a request that is not looked up again within this many look-ups is forgotten.
     measured: called with the bytes and seconds of each read.
+    trials: decide how many pieces are read at once.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ReadAhead(Owned):
         self._clock = 0
         self._names = itertools.count()
         self._piece: _Piece | None = None
-        self._trials = PieceTrials()
+        self.trials = PieceTrials()
         self._wake = threading.Event()
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -244,10 +244,6 @@ class ReadAhead(Owned):
             for key in staged.read.keys:
                 self._by_key.pop((staged.read.stored_pool.name, key.tobytes()), None)
 
-    def stats(self, stored_pool: StoredPool) -> dict[str, Any]:
-        """Statistics of a pool's pieces, by path; see PieceTrials."""
-        return self._trials.stats(stored_pool)
-
     def _run(self) -> None:
         flying: deque[tuple[_Staged, Flight]] = deque()
         while not self._stop:  # ended by close()
@@ -255,7 +251,7 @@ class ReadAhead(Owned):
             self._wake.clear()
             while self._fill(flying):  # bounded by the notes
                 self._finish(*flying.popleft())
-            self._trials.rest()
+            self.trials.rest()
 
     def _fill(self, flying: deque[tuple[_Staged, Flight]]) -> bool:
         """Starts as many pieces as may be in flight; returns whether any is."""
@@ -266,7 +262,7 @@ class ReadAhead(Owned):
             try:
                 read = staged.read
                 most = self._most_pages(read.stored_pool)
-                flight = self._trials.begin(read.stored_pool, read.keys, most, time.monotonic())
+                flight = self.trials.begin(read.stored_pool, read.keys, most, time.monotonic())
                 read.start()
             except Exception as error:
                 # The thread must survive; batches read pages that are not staged.
@@ -280,7 +276,7 @@ class ReadAhead(Owned):
     def _finish(self, staged: _Staged, flight: Flight) -> None:
         try:
             over = staged.read.wait_over(flight.began_s + self._timeout_s)
-            self._ended(staged, flight, over, self._trials.end(flight, time.monotonic()))
+            self._ended(staged, flight, over, self.trials.end(flight, time.monotonic()))
         except Exception as error:
             self._failed(staged, error)
 
@@ -376,7 +372,7 @@ class ReadAhead(Owned):
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)
             metrics.count("ahead_pages", len(staged.read.keys))
-            nbytes, seconds = self._trials.observe(flight, duration_s)
+            nbytes, seconds = self.trials.observe(flight, duration_s)
             if nbytes and not staged.read.stored_pool.kv_pool.trailing:
                 self._measured(nbytes, seconds)
             return

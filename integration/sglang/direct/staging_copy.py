@@ -81,7 +81,7 @@ class StagingCopier:
         self._layers = layers
         self._looking = threading.Lock()  # for the last event, which is reused once released
         self._name = name
-        self._marks = gpu.marks(layers)
+        self._marks = gpu.marks.take(layers)
         self.free_s = self.ended_s = self.waited_s = 0.0
 
     def watch(self, fence: Fence, deadline_s: float) -> None:
