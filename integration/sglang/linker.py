@@ -76,6 +76,13 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
                 "SGLang 0.5.23 does not abort a prefill whose load failed under --enable-pdmux; "
                 "start without it, or use Tutti behind HiCache"
             )
+        mode = getattr(server_args, "disaggregation_mode", "null")
+        if mode == "decode" or getattr(server_args, "enable_pd_role_switch", False):
+            raise Unsupported(
+                "SGLang 0.5.23 does not ask a linker on a decode server for completed offloads, so "
+                "all KV would stay locked; start it without the linker or --enable-pd-role-switch, "
+                "or use Tutti behind HiCache"
+            )
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)

@@ -435,13 +435,22 @@ def test_pipeline_stages_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "no pool was made"
 
 
-def test_pd_multiplexing_is_refused(tmp_path: Path) -> None:
-    """SGLang would not notice that the load of a prefill failed."""
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"enable_pdmux": True}, "does not abort a prefill whose load failed"),
+        ({"disaggregation_mode": "decode"}, "all KV would stay locked"),
+        ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, "without the linker"),
+    ],
+)
+def test_servers_whose_loop_does_not_serve_a_linker_are_refused(
+    tmp_path: Path, flags: dict[str, Any], why: str
+) -> None:
     params = engine.init_params(engine.kv_pool("mha"))
     config = {"path": str(tmp_path), "capacity": "8MiB", "allow_unwatched_weights": True}
-    with pytest.raises(Unsupported, match="start without it"):
+    with pytest.raises(Unsupported, match=why):
         TuttiLinker(
-            SimpleNamespace(enable_pdmux=True),
+            SimpleNamespace(**flags),
             params,
             components={ComponentType.FULL},
             extra_config=config,
