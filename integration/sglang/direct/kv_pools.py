@@ -174,12 +174,7 @@ class KvPoolGroup:
     @property
     def device(self) -> torch.device:
         """The device of all pools.  Raises Unsupported if they are on several."""
-        devices = {pool.device for pool in self.pools.values()}
-        if len(devices) > 1:
-            raise Unsupported(
-                f"the pools lie on several devices, which is not supported; {_HICACHE}"
-            )
-        return devices.pop()
+        return _one_device("the pools lie", {pool.device for pool in self.pools.values()})
 
     @property
     def has_states(self) -> bool:
@@ -252,13 +247,14 @@ def _buffers(entry: adapter.DevicePoolEntry, layer: int) -> list[torch.Tensor]:
     return [component[i] for component in entry.components for i in numbers]
 
 
-def _check_buffers(name: str, rows: Sequence[Sequence[torch.Tensor]]) -> None:
-    devices = {buffer.device for row in rows for buffer in row}
+def _one_device(what: str, devices: set[torch.device]) -> torch.device:
     if len(devices) > 1:
-        raise Unsupported(
-            f"pool {name} lies on several devices, which is not supported; {_HICACHE}"
-        )
-    kind = devices.pop().type
+        raise Unsupported(f"{what} on several devices, which is not supported; {_HICACHE}")
+    return devices.pop()
+
+
+def _check_buffers(name: str, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    kind = _one_device(f"pool {name} lies", {buffer.device for row in rows for buffer in row}).type
     if kind not in _DEVICES:
         raise Unsupported(
             f"pool {name} is in {kind} memory; the linker moves pools in the memory of the CPU and "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -134,11 +135,9 @@ class StagingCopier:
 
     def end(self) -> None:
         """Records the last event on the stream, and wakes all waiters."""
-        try:
+        with suppress(CudaError):  # the state of the whole stream is used instead
             self._gpu.driver.record_event(self._events[-1], self._gpu.copy_stream)
             self._is_marked = True
-        except CudaError:
-            self._is_marked = False  # the state of the whole stream is used instead
         with self._changed:
             self._over = True
             self._changed.notify_all()
