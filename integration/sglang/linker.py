@@ -70,19 +70,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """Opens the pools.  Raises TuttiError with the remedy."""
         check_version()
         load_page_hashes()
-        if getattr(server_args, "enable_pdmux", False):
-            # The next decode step asks for the loads of the prefill, and gets its failures.
-            raise Unsupported(
-                "SGLang 0.5.23 does not abort a prefill whose load failed under --enable-pdmux; "
-                "start without it, or use Tutti behind HiCache"
-            )
-        mode = getattr(server_args, "disaggregation_mode", "null")
-        if mode == "decode" or getattr(server_args, "enable_pd_role_switch", False):
-            raise Unsupported(
-                "SGLang 0.5.23 does not ask a linker on a decode server for completed offloads, so "
-                "all KV would stay locked; start it without the linker or --enable-pd-role-switch, "
-                "or use Tutti behind HiCache"
-            )
+        adapter.check_server(server_args)
         self.forward_stream = forward_stream
         options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
         self._group = group = kv_pool_group(params, components)
@@ -402,16 +390,14 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         self, transfers: Sequence[adapter.PoolTransfer], what: str
     ) -> list[tuple[StoredPool, Keys, Any]] | None:
         """Keys and slots by pool; None if there are none, or the slots are not whole pages."""
-        by_name = {str(transfer.name): transfer for transfer in transfers}
+        by_name = {str(transfer.name): transfer for transfer in transfers if transfer.keys}
+        known = {name: self._keys(transfer) for name, transfer in by_name.items()}
         parts: list[tuple[StoredPool, Keys, Any]] = []
-        known: dict[str, Keys | None] = {}
         for stored_pool in self.stored_pools.values():
             source = stored_pool.kv_pool.source
-            transfer = by_name.get(source)
-            if transfer is None or not transfer.keys:
+            if source not in by_name:
                 continue
-            keys = known[source] = known[source] if source in known else self._keys(transfer)
-            slots = transfer.device_indices
+            keys, slots = known[source], by_name[source].device_indices
             if keys is None:
                 return None
             if slots is None or slots.numel() != len(keys) * stored_pool.kv_pool.slots:

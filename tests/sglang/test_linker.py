@@ -439,8 +439,9 @@ def test_pipeline_stages_are_refused(tmp_path: Path) -> None:
     ("flags", "why"),
     [
         ({"enable_pdmux": True}, "does not abort a prefill whose load failed"),
-        ({"disaggregation_mode": "decode"}, "all KV would stay locked"),
-        ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, "without the linker"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, "role-switch"),
+        ({"dllm_algorithm": "LowConfidence"}, "does not start the loads"),
     ],
 )
 def test_servers_whose_loop_does_not_serve_a_linker_are_refused(

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from tutti.errors import Unsupported
 from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer
 from tutti.integration.sglang.identity import ParallelRank, ServedModel
 
@@ -28,11 +29,29 @@ __all__ = [
     "PoolName",
     "PoolTransfer",
     "UnifiedCacheLinker",
+    "check_server",
     "device_group",
     "parallel_rank_of",
 ]
 
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
+#: Arguments that change the loop of SGLang's scheduler, and what it then omits.
+_OMISSIONS = {
+    "enable_pdmux": "abort a prefill whose load failed (--enable-pdmux)",
+    "disaggregation_mode": "release what a decode server offloaded (--disaggregation-mode decode)",
+    "enable_pd_role_switch": "release what a decode server offloaded (--enable-pd-role-switch)",
+    "dllm_algorithm": "start the loads of a diffusion model (--dllm-algorithm)",
+}
+
+
+def check_server(args: Any) -> None:
+    """Raises Unsupported for a server whose loop does not serve a linker."""
+    for name, omission in _OMISSIONS.items():
+        if getattr(args, name, None) not in (None, False, "null", "prefill"):
+            raise Unsupported(
+                f"with a linker SGLang 0.5.23 does not {omission}; start without the linker, or use"
+                " Tutti behind HiCache if SGLang has HiCache for this server"
+            )
 
 
 def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
