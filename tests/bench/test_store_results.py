@@ -157,7 +157,7 @@ def test_a_run_that_is_cut_off_leaves_the_manifest_of_its_steps(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store_results.run(Places(["."], tmp_path), log=cut_off)
+        store_results.run(Places([str(tmp_path)], tmp_path), log=cut_off)
     (done,) = json.loads(manifest.read_text())["steps"]
     assert (done["outcome"], done["commit"]) == ("measured", COMMIT)
 
