@@ -185,6 +185,18 @@ class Rig:
             return False
         return self.linker.finish_layer_wise_loading(self.linker.start_layer_wise_loading())
 
+    def stored(self, count: int) -> list[bytes]:
+        """Fills the pool's memory and stores its first pages; returns their bytes."""
+        self.fill(1)
+        want = self.content(range(count))
+        assert self.store(names(count), range(count))
+        return want
+
+    def check_restored(self, keys: Sequence[str], pages: Sequence[int], want: list[bytes]) -> None:
+        """Loads pages in one batch, and compares their bytes."""
+        assert self.restore(keys, pages)
+        assert self.content(pages) == want
+
     def round_trip(
         self, pages: Sequence[int], to: Sequence[int], ahead: float | None = None
     ) -> None:
@@ -199,8 +211,7 @@ class Rig:
         if ahead is not None:
             assert self.lookup(names(len(pages) + 2)) == len(pages)
             wait_for(lambda: bool(ahead_pages(self.linker)) == bool(ahead))
-        assert self.restore(keys, to)
-        assert self.content(to) == want
+        self.check_restored(keys, to, want)
 
 
 def transfer(names: Sequence[str], pages: Sequence[int] | None = None) -> PoolTransfer:

@@ -34,8 +34,7 @@ def test_pages_come_back_byte_for_byte(tmp_path: Path, kind: str, staging: str) 
         rig.wipe()
         assert rig.lookup(names(12)) == 10
         target = [40, 20, 21, 22, 60, 1, 2, 30, 31, 5]
-        assert rig.restore(names(10), target)
-        assert rig.content(target) == want
+        rig.check_restored(names(10), target, want)
 
 
 @pytest.mark.parametrize("kind", ["generation", "embedding"])
@@ -66,9 +65,7 @@ def test_every_layer_is_there_when_its_wait_returns(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
 def test_a_key_is_read_once_however_many_slots_want_it(tmp_path: Path, staging: str) -> None:
     with Rig(tmp_path, load_staging=staging) as rig:
-        rig.fill(3)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         rig.wipe()
         before = rig.stored_pool.store.stats()["loaded"]
         assert rig.load(names(8), range(8, 16), "a")
@@ -99,9 +96,7 @@ def test_offload_skips_what_is_there_and_completes_in_order(tmp_path: Path) -> N
 
 def test_a_damaged_medium_fails_the_batch_and_never_serves_the_page_again(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(7)
-        want = rig.content(range(10))
-        assert rig.store(names(10), range(10))
+        want = rig.stored(10)
         damage(rig.file(tmp_path))
         assert rig.lookup(names(10)) == 10
         assert not rig.restore(names(10), range(20, 30))
@@ -113,16 +108,13 @@ def test_a_damaged_medium_fails_the_batch_and_never_serves_the_page_again(tmp_pa
         assert rig.store(names(10), range(10)), "computed anew, it is stored anew"
         wait_for(lambda: rig.lookup(names(10)) == 10)
         rig.restore(names(10), range(40, 50))
-        assert rig.restore(names(10)[found:], range(40, 50 - found))
-        assert rig.content(range(40, 50 - found)) == want[found:]
+        rig.check_restored(names(10)[found:], range(40, 50 - found), want[found:])
 
 
 def test_without_verification_damage_is_served(tmp_path: Path) -> None:
     """So the test above has teeth: it is the digests that catch it."""
     with Rig(tmp_path, verify="off") as rig:
-        rig.fill(8)
-        want = rig.content(range(10))
-        assert rig.store(names(10), range(10))
+        want = rig.stored(10)
         damage(rig.file(tmp_path))
         assert rig.restore(names(10), range(20, 30))
         assert rig.content(range(20, 30)) != want
@@ -130,8 +122,7 @@ def test_without_verification_damage_is_served(tmp_path: Path) -> None:
 
 def test_a_failing_medium_opens_the_breaker_until_a_probe_succeeds(tmp_path: Path) -> None:
     with Rig(tmp_path, breaker_failures=2, breaker_pause_s=0.01, load_staging="1KiB") as rig:
-        rig.fill(9)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         for _ in range(2):
             rig.stored_pool.reads.failure()
         if not rig.stored_pool.reads.closed:  # a probe may have come already
@@ -143,8 +134,7 @@ def test_an_open_breaker_answers_nothing_and_stores_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Rig(tmp_path, breaker_failures=1, breaker_pause_s=600.0) as rig:
-        rig.fill(9)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         rig.stored_pool.reads.failure()
         assert rig.lookup(names(4)) == 0
         rig.stored_pool.writes.failure()
@@ -154,15 +144,12 @@ def test_an_open_breaker_answers_nothing_and_stores_nothing(
 
 def test_what_was_found_is_not_evicted_before_it_is_loaded(tmp_path: Path) -> None:
     with Rig(tmp_path, capacity="36MiB", pin_share=1.0, backlog_share=1.0) as rig:
-        rig.fill(10)
-        want = rig.content(range(10))
-        assert rig.store(names(10), range(10))
+        want = rig.stored(10)
         assert rig.lookup(names(10)) == 10
         for round_ in range(30):
             rig.store(names(60, str(round_)), range(60))
         assert rig.stored_pool.store.stats()["evicted"] > 0
-        assert rig.restore(names(10), range(10, 20))
-        assert rig.content(range(10, 20)) == want
+        rig.check_restored(names(10), range(10, 20), want)
 
 
 def test_a_single_rank_refuses_to_load_what_is_gone(tmp_path: Path) -> None:
@@ -188,8 +175,7 @@ def test_a_wrong_number_of_slots_is_refused(tmp_path: Path) -> None:
 
 def test_slots_that_are_no_whole_pages_fail_and_nothing_is_moved(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(2), range(2))
+        rig.stored(2)
         before = rig.content(range(64))
         for wrong in (
             torch.arange(1, 33),
@@ -211,8 +197,7 @@ def test_slots_that_are_no_whole_pages_fail_and_nothing_is_moved(tmp_path: Path)
 
 def test_a_queued_load_can_be_cancelled_and_a_second_one_is_refused(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         assert rig.load(names(4), range(4, 8))
         assert not rig.load(names(4), range(8, 12)), "one load for a request"
         assert rig.linker.cancel_queued_load("r")
@@ -222,8 +207,7 @@ def test_a_queued_load_can_be_cancelled_and_a_second_one_is_refused(tmp_path: Pa
 
 def test_a_batch_is_capped(tmp_path: Path) -> None:
     with Rig(tmp_path, max_load_tokens=6 * engine.PAGE, min_tokens=2 * engine.PAGE) as rig:
-        rig.fill(1)
-        assert rig.store(names(10), range(10))
+        rig.stored(10)
         assert rig.linker.lookup("a", [engine.transfer(names(10))]) == [2, 3, 4, 5, 6]
         assert rig.load(names(6), range(10, 16), "a")
         assert not rig.load(names(1), range(20, 21), "b"), "the batch is full"
@@ -248,8 +232,7 @@ def test_a_device_that_never_answers(
     tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         tickets: list[DeadTicket] = []
 
         def dead_load(keys: Any, *_: Any, **__: Any) -> DeadTicket:
@@ -273,8 +256,7 @@ def test_other_weights_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     watch = WeightsWatch()
     monkeypatch.setattr(linker_module, "WATCH", watch)
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         watch.changed()
         assert rig.lookup(names(4)) == 0
         assert not rig.offload(names(4), range(4))
@@ -288,24 +270,20 @@ def test_other_weights_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_pages_survive_a_restart_and_an_unclean_one_only_when_proven(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Rig(first) as rig:
-        rig.fill(11)
-        want = rig.content(range(10))
-        assert rig.store(names(10), range(10))
+        want = rig.stored(10)
         shutil.copytree(first, second)
     with Rig(first) as rig:
         assert rig.lookup(names(10)) == 10, "closed cleanly: there at once"
     with Rig(second) as rig:
         wait_for(lambda: rig.lookup(names(10)) == 10)
         assert rig.stored_pool.store.stats()["proven"] == 10
-        assert rig.restore(names(10), range(20, 30))
-        assert rig.content(range(20, 30)) == want
+        rig.check_restored(names(10), range(20, 30), want)
 
 
 def test_damage_behind_an_unclean_close_is_never_reported(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Rig(first) as rig:
-        rig.fill(12)
-        assert rig.store(names(10), range(10))
+        rig.stored(10)
         shutil.copytree(first, second)
         damage(rig.file(second))
     with Rig(second) as rig:

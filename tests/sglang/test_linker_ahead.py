@@ -18,11 +18,9 @@ from tutti.scheduler.loads_and_writes import Phase
 OBJECT = 3 * 2 * 4096
 
 
-def stored(rig: Rig, count: int, salt: str = "") -> list[bytes]:
+def stored(rig: Rig, count: int) -> list[bytes]:
     """Pages 0 to count - 1 in the store; SGLang's memory is empty afterwards."""
-    rig.fill(1)
-    want = rig.content(range(count))
-    assert rig.store(names(count, salt), range(count))
+    want = rig.stored(count)
     rig.wipe()
     return want
 
@@ -44,8 +42,7 @@ def test_a_look_up_reads_ahead_and_the_load_takes_it(tmp_path: Path) -> None:
         quiet(rig, 10)
         assert kept_ahead(rig.linker.ahead) == 10
         before = loads_of(rig)
-        assert rig.restore(names(10), range(20, 30))
-        assert rig.content(range(20, 30)) == want
+        rig.check_restored(names(10), range(20, 30), want)
         assert loads_of(rig) == before == 10, "the load read nothing itself"
         assert kept_ahead(rig.linker.ahead) == 0
         wait_for(lambda: in_use(rig.stored_pool.loads) == 0)
@@ -96,8 +93,7 @@ def test_a_load_takes_what_is_staged_and_reads_the_rest(tmp_path: Path) -> None:
         assert rig.lookup(names(10)) == 10
         quiet(rig, 4)
         assert kept_ahead(rig.linker.ahead) == 4, "no more than its share"
-        assert rig.restore(names(10), range(20, 30))
-        assert rig.content(range(20, 30)) == want
+        rig.check_restored(names(10), range(20, 30), want)
         wait_for(lambda: loads_of(rig) == 10)
         assert rig.linker.metrics.snapshot()["moved_bytes/load"] == 10 * OBJECT
 
@@ -172,12 +168,10 @@ def test_a_batch_takes_back_the_staging_that_it_needs(tmp_path: Path) -> None:
         want = stored(rig, 20)
         assert rig.lookup(names(20)[:10], "waits") == 10
         quiet(rig, 10)
-        assert rig.restore(names(20)[8:20], range(30, 42))
-        assert rig.content(range(30, 42)) == want[8:20]
+        rig.check_restored(names(20)[8:20], range(30, 42), want[8:20])
         assert loads_of(rig) == 10 + 10, "two were staged"
         assert kept_ahead(rig.linker.ahead) == 4, "pieces that it used were not dropped for it"
-        assert rig.restore(names(20), range(40, 60))
-        assert rig.content(range(40, 60)) == want
+        rig.check_restored(names(20), range(40, 60), want)
 
 
 def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
@@ -191,8 +185,7 @@ def test_damage_is_found_ahead_and_never_served(tmp_path: Path) -> None:
         assert found < 10
         assert not rig.load(names(10), range(20, 30)), "known before the batch: computed instead"
         if found:
-            assert rig.restore(names(10)[:found], range(20, 20 + found))
-            assert rig.content(range(20, 20 + found)) == want[:found]
+            rig.check_restored(names(10)[:found], range(20, 20 + found), want[:found])
 
 
 def test_the_queue_forgets_a_failed_read_that_a_batch_took(

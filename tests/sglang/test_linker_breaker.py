@@ -48,9 +48,7 @@ def restarted(
 ) -> Iterator[tuple[Rig, list[bytes]]]:
     """A linker that has stored nothing, and four pages of the one before."""
     with rig_of(folder / "first", monkeypatch) as rig:
-        rig.fill(1)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
+        want = rig.stored(4)
         images = images_of(rig.stored_pool.store.controller)
     with rig_of(folder / "second", monkeypatch, images, **options) as rig:
         wait_for(lambda: len(rig.stored_pool.store) == 4)
@@ -71,17 +69,14 @@ def recovers(rig: Rig, want: list[bytes]) -> None:
     """The medium answers again, and a probe reads an object."""
     rig.stored_pool.store.controller.recover()
     wait_for(lambda: rig.lookup(names(4)) == 4)
-    assert rig.restore(names(4), range(20, 24))
-    assert rig.content(range(20, 24)) == want
+    rig.check_restored(names(4), range(20, 24), want)
 
 
 def test_offloads_that_were_not_stored_close_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rig_of(tmp_path, monkeypatch) as rig:
-        rig.fill(1)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
+        want = rig.stored(4)
         hang(rig)
         assert not rig.restore(names(4), range(20, 24)), "503"
         for number in range(10):
@@ -124,9 +119,7 @@ def test_pages_that_were_read_ahead_close_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rig_of(tmp_path, monkeypatch, read_ahead_share=0.5) as rig:
-        rig.fill(1)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
+        want = rig.stored(4)
         assert rig.store(names(4, "other"), range(4, 8))
         assert rig.lookup(names(4)) == 4
         wait_for(lambda: ahead_pages(rig.linker) == 4)

@@ -40,8 +40,7 @@ def scheduler(idle: bool = True, other_fails: bool = False) -> Any:
 
 def test_clear_forgets_every_page_and_the_linker_goes_on(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         assert rig.lookup(names(8)) == 8
         busy = control._clear(pytest.fail, scheduler(idle=False), None)
         assert (busy.success, rig.lookup(names(8))) == (False, 8)
@@ -50,14 +49,12 @@ def test_clear_forgets_every_page_and_the_linker_goes_on(tmp_path: Path) -> None
         want = rig.content(range(8))
         assert rig.store(names(8), range(8))
         rig.wipe()
-        assert rig.restore(names(8), range(8, 16))
-        assert rig.content(range(8, 16)) == want
+        rig.check_restored(names(8), range(8, 16), want)
 
 
 def test_a_detached_linker_finds_nothing_and_its_pool_is_clean(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         rig.offload(names(4, "more"), range(8, 12))
         assert not control._detach(pytest.fail, scheduler(idle=False), None).success
         assert control._detach(pytest.fail, scheduler(), None).success
@@ -104,8 +101,7 @@ def test_a_detach_reports_a_pool_that_was_not_closed(
 def test_what_failed_on_another_rank_has_failed(tmp_path: Path, what: str) -> None:
     """SGLang returns the answer of the first rank alone."""
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         request = getattr(control, f"_{what}")
         asked = attach_request() if what == "attach" else None
         answer = request(pytest.fail, scheduler(other_fails=True), asked)
@@ -127,8 +123,7 @@ def test_an_error_of_any_kind_is_an_answer_and_the_scheduler_lives(
             answer = control._detach(pytest.fail, scheduler(), None)
         assert (answer.success, "No space left" in answer.message) == (False, True)
         assert "Traceback" in caplog.text
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
 
 
 def test_updates_that_sglang_refuses_leave_the_cache_on(
@@ -181,8 +176,7 @@ def test_an_update_that_fails_says_that_nothing_is_found_until_a_flush(
 
 def test_pages_that_were_never_asked_for_are_no_misses(tmp_path: Path) -> None:
     with Rig(tmp_path, max_load_tokens=4 * linker_engine.PAGE) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         assert rig.lookup(names(8)) == 4, "as many as one batch takes"
         assert rig.linker.metrics.snapshot().get("miss_pages", 0) == 0
 
@@ -196,8 +190,7 @@ def test_a_cap_below_a_page_is_refused(tmp_path: Path) -> None:
     with Rig(tmp_path, max_load_tokens=linker_engine.PAGE) as rig:
         with pytest.raises(ConfigError, match="0 for no limit"):
             rig.linker.attach({"path": str(tmp_path), "capacity": "8MiB", "max_load_tokens": 1})
-        rig.fill(1)
-        assert rig.store(names(2), range(2))
+        rig.stored(2)
         assert rig.lookup(names(2)) == 1
 
 
@@ -208,9 +201,7 @@ def attach_request(config: object = None) -> Any:
 
 def test_an_attached_linker_goes_on_where_it_was(tmp_path: Path) -> None:
     with Rig(tmp_path / "a") as rig:
-        rig.fill(1)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         counter = rig.linker.layer_done_counter
         rig.offload(names(4, "more"), range(8, 12))
         assert control._detach(pytest.fail, scheduler(), None).success
@@ -223,15 +214,13 @@ def test_an_attached_linker_goes_on_where_it_was(tmp_path: Path) -> None:
         assert [rig.linker.pop_completed_offload() for _ in range(2)] == [True, False]
         rig.wipe()
         assert (rig.lookup(names(8)), rig.lookup(names(4, "more"), "m")) == (8, 4)
-        assert rig.restore(names(8), range(16, 24))
-        assert rig.content(range(16, 24)) == want
+        rig.check_restored(names(8), range(16, 24), want)
         assert rig.store(names(2, "new"), range(16, 18))
 
 
 def test_attaching_takes_other_options_and_refuses_wrong_ones(tmp_path: Path) -> None:
     with Rig(tmp_path / "a") as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         other = {"path": str(tmp_path / "b"), "capacity": "8MiB", "allow_unwatched_weights": True}
         answer = control._attach(pytest.fail, scheduler(), attach_request(other))
         assert (answer.success, "detach it first" in answer.message) == (False, True)
@@ -261,8 +250,7 @@ def test_a_failed_attach_leaves_nothing_running(
 
     monkeypatch.setattr(linker_module, "publishes", lambda: True)
     with Rig(tmp_path, kv_events=True) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         assert control._detach(pytest.fail, scheduler(), None).success
         threads = set(threading.enumerate())
         other = {"path": str(tmp_path / "b"), "capacity": "8MiB", "kv_events": True}
@@ -281,9 +269,7 @@ def test_a_failed_attach_leaves_nothing_running(
 
 def test_damage_that_fsck_finds_while_detached_costs_no_load(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         assert control._detach(pytest.fail, scheduler(), None).success
         damage(rig.file(tmp_path))
         cli.main(["fsck", str(rig.file(tmp_path)), "--repair"])

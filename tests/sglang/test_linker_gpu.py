@@ -76,8 +76,7 @@ def test_pages_go_through_an_agent_and_come_back_after_it_was_lost(
                 rig.wipe()
                 # The agent proves what a kill left in the background, after its recovery.
                 wait_for(lambda: rig.lookup(names(12)) == 10)
-                assert rig.restore(names(10), target)
-                assert rig.content(target) == want
+                rig.check_restored(names(10), target, want)
             assert store.stats()["gpu_layers"] == 3 * engine.LAYERS
     finally:
         agent.kill()
@@ -147,8 +146,7 @@ def test_the_time_of_a_load_has_the_copies_in_it_and_the_batch_before_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
-        rig.fill(2)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         stream = rig.linker._gpu.copy_stream if held == "copies" else rig.streams.forward
         busy = rig.hold(stream)
         assert rig.load(names(8), range(8, 16))
@@ -191,9 +189,7 @@ def test_pools_that_cannot_be_opened_give_the_gpu_back(
 
 def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu_rig(tmp_path, monkeypatch) as rig:
-        rig.fill(3)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
+        want = rig.stored(4)
         rig.wipe()
         assert rig.lookup(names(4)) == 4
         wait_for(lambda: ahead_pages(rig.linker) == 4)
@@ -218,9 +214,7 @@ def test_a_key_is_read_once_however_many_slots_want_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, load_staging="200KiB", read_ahead_share=ahead) as rig:
-        rig.fill(4)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         rig.wipe()
         before = rig.stored_pool.store.stats()["loaded"]
         if ahead:
@@ -252,8 +246,7 @@ def test_offloads_read_pages_after_the_forward_wrote_them(
         wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert rig.linker.pop_completed_offload()
         rig.wipe()
-        assert rig.restore(names(6), range(20, 26))
-        assert rig.content(range(20, 26)) == want
+        rig.check_restored(names(6), range(20, 26), want)
 
 
 def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
@@ -270,8 +263,7 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
         wait_for(lambda: rig.linker.num_completed_offloads() == 1)
         assert not rig.linker.pop_completed_offload(), "more than staging holds"
         wait_for(lambda: rig.lookup(names(6)) == 6)
-        assert rig.restore(names(6), range(20, 26))
-        assert rig.content(range(20, 26)) == want
+        rig.check_restored(names(6), range(20, 26), want)
 
 
 def test_what_the_gpu_does_not_copy_out_stays_locked(
@@ -329,11 +321,8 @@ def test_sglang_unmaps_its_kv_when_nothing_reads_it(
 def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU digests pages, and compares them after their copies; the CPU does neither."""
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
-        rig.fill(7)
-        want = rig.content(range(10))
-        assert rig.store(names(10), range(10))
-        assert rig.restore(names(10), range(20, 30))
-        assert rig.content(range(20, 30)) == want
+        want = rig.stored(10)
+        rig.check_restored(names(10), range(20, 30), want)
         assert rig.kernels.verified == 2 * engine.LAYERS
         verify = rig.kernels.verify
 
@@ -355,14 +344,11 @@ def test_a_failing_call_fails_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
-        rig.fill(8)
-        want = rig.content(range(6))
-        assert rig.store(names(6), range(6))
+        want = rig.stored(6)
         assert rig.load(names(6), range(20, 26))
         fail_soon(rig, call)
         assert not rig.linker.finish_layer_wise_loading(rig.linker.start_layer_wise_loading())
-        assert rig.restore(names(6), range(30, 36))
-        assert rig.content(range(30, 36)) == want
+        rig.check_restored(names(6), range(30, 36), want)
 
 
 def fail_soon(rig: GpuRig, call: str) -> None:
@@ -374,8 +360,7 @@ def test_slots_that_are_no_pages_move_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch) as rig:
-        rig.fill(9)
-        assert rig.store(names(2), range(2))
+        rig.stored(2)
         rig.wipe()
         wrong = engine.transfer(names(2), range(2))
         wrong.device_indices = wrong.device_indices + 1
@@ -396,8 +381,7 @@ def test_waits_of_the_stream_are_bubbles_and_tell_the_layer(
     with gpu_rig(tmp_path, monkeypatch) as rig:
         scheduler = rig.stored_pool.store.scheduler
         assert scheduler is not None
-        rig.fill(8)
-        assert rig.store(names(10), range(10))
+        rig.stored(10)
         for _ in range(2):  # words are used again
             before = scheduler.counters()["bubble_ns"]
             held = rig.hold(rig.linker._gpu.copy_stream)

@@ -72,8 +72,7 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str, ahead: float
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
-        rig.fill(7)
-        assert rig.store(names(10), range(10))
+        rig.stored(10)
         damage(rig.file(tmp_path))
         assert rig.load(names(10), range(20, 30))
         index = rig.linker.start_layer_wise_loading()
@@ -96,9 +95,7 @@ def test_a_deadline_fails_the_batch_and_the_linker_closes(
     # The close must not wait timeout_s for the commands that never end.
     limits = {"load_timeout_s": 0.5, "timeout_s": 600.0, "read_ahead_share": 0.0}
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, **limits) as rig:
-        rig.fill(3)
-        want = rig.content(range(6))
-        assert rig.store(names(6), range(6))
+        want = rig.stored(6)
         rig.kernels.lost = {1}
         assert rig.load(names(6), range(20, 26))
         index = rig.linker.start_layer_wise_loading()
@@ -110,8 +107,7 @@ def test_a_deadline_fails_the_batch_and_the_linker_closes(
             rig.linker.finish_layer_wise_loading(index)
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
         wait_for(lambda: rig.lookup(names(6)) == 6)  # what the reset ended is proven again
-        assert rig.restore(names(6), range(30, 36))
-        assert rig.content(range(30, 36)) == want
+        rig.check_restored(names(6), range(30, 36), want)
 
 
 @pytest.mark.parametrize("gpu_engine", ENGINES)
@@ -120,14 +116,11 @@ def test_after_a_crash_pages_are_proven_before_they_are_found(
 ) -> None:
     crashed = tmp_path / "crashed"
     with gpu_rig(tmp_path / "first", monkeypatch, gpu_engine=gpu_engine) as rig:
-        rig.fill(5)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         shutil.copytree(tmp_path / "first", crashed)  # as a kill leaves it
     with gpu_rig(crashed, monkeypatch, gpu_engine=gpu_engine) as rig:
         wait_for(lambda: rig.lookup(names(8)) == 8)
-        assert rig.restore(names(8), range(40, 48))
-        assert rig.content(range(40, 48)) == want
+        rig.check_restored(names(8), range(40, 48), want)
 
 
 @pytest.mark.parametrize("gpu_engine", ENGINES)
@@ -135,16 +128,14 @@ def test_a_reset_of_the_linker_waits_for_what_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
-        rig.fill(6)
-        assert rig.store(names(6), range(6))
+        rig.stored(6)
         assert rig.load(names(6), range(20, 26))
         index = rig.linker.start_layer_wise_loading()
         assert rig.linker.finish_layer_wise_loading(index)
         rig.linker.reset()
         want = rig.content(range(4))
         assert rig.store(names(4, "new"), range(4))
-        assert rig.restore(names(4, "new"), range(10, 14))
-        assert rig.content(range(10, 14)) == want
+        rig.check_restored(names(4, "new"), range(10, 14), want)
 
 
 def write_profile(folder: Path, times: dict[str, float]) -> Path:

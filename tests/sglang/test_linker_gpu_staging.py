@@ -145,9 +145,7 @@ def test_the_schedulers_thread_waits_for_no_command(
         return job
 
     with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
-        rig.fill(1)
-        want = rig.content(range(8))
-        assert rig.store(names(8), range(8))
+        want = rig.stored(8)
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "submit", frozen)
             assert rig.lookup(names(8)) == 8

@@ -47,8 +47,7 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
         assert rig.linker.error_log.repeats() == {"backlog: too long": 1}
         assert rig.linker.metrics.snapshot().get("errors", 0) == 0, "a bound is no error"
         wait_for(lambda: rig.lookup(names(6)) == 6)
-        assert rig.restore(names(6), range(20, 26))
-        assert rig.content(range(20, 26)) == want
+        rig.check_restored(names(6), range(20, 26), want)
 
 
 def test_what_is_stored_takes_no_room_of_new_pages(tmp_path: Path) -> None:
@@ -65,8 +64,7 @@ def test_what_is_stored_takes_no_room_of_new_pages(tmp_path: Path) -> None:
         stats = rig.stored_pool.store.stats()
         assert (stats["stored"], stats["present"]) == (16, 0)
         assert rig.lookup(names(16)) == 16
-        assert rig.restore(names(16), range(20, 36))
-        assert rig.content(range(20, 36)) == want
+        rig.check_restored(names(16), range(20, 36), want)
 
 
 def test_second_touch_stores_what_is_offered_again(tmp_path: Path) -> None:
@@ -82,8 +80,7 @@ def test_second_touch_stores_what_is_offered_again(tmp_path: Path) -> None:
         assert rig.store(names(6), range(6)), "what is stored need not come again"
         assert rig.linker.metrics.snapshot()["declined_pages"] == 6
         assert rig.lookup(names(6)) == 6
-        assert rig.restore(names(6), range(20, 26))
-        assert rig.content(range(20, 26)) == want
+        rig.check_restored(names(6), range(20, 26), want)
 
 
 def test_a_prompt_that_never_returns_has_no_second_touch(tmp_path: Path) -> None:
@@ -168,8 +165,7 @@ def test_a_flush_drops_what_a_slow_medium_did_not_begin(
             kept = [rig.linker.pop_completed_offload() for _ in range(20)]
             assert kept == [part < stored // 3 for part in range(20)]
         rig.wipe()
-        assert rig.restore(names(3, "0"), range(3))
-        assert rig.content(range(3)) == want[:3]
+        rig.check_restored(names(3, "0"), range(3), want[:3])
         assert rig.lookup(names(3, "19")) == 0
         assert rig.store(names(3, "19"), range(3)), "and what comes later is stored"
         queue = rig.linker.backlog._queue

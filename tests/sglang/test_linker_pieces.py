@@ -69,14 +69,6 @@ def read_ahead(rig: Rig) -> None:
     rig.linker.ahead.reset()
 
 
-def stored(rig: Rig) -> list[bytes]:
-    rig.fill(1)
-    want = rig.content(range(PAGES))
-    assert rig.store(names(PAGES), range(PAGES))
-    rig.wipe()
-    return want
-
-
 @pytest.mark.parametrize(
     ("parallel", "chosen", "pieces"), [(True, "cross", 2), (False, "intra", 1)]
 )
@@ -90,7 +82,8 @@ def test_two_pieces_at_once_where_that_is_faster(
 ) -> None:
     caplog.set_level(logging.INFO, "tutti")
     with Rig(tmp_path) as rig:
-        want = stored(rig)
+        want = rig.stored(PAGES)
+        rig.wipe()
         medium = Medium(rig, monkeypatch, parallel=parallel)
         for _ in range(3):
             read_ahead(rig)
@@ -106,8 +99,7 @@ def test_two_pieces_at_once_where_that_is_faster(
         assert medium.most == pieces
         assert rig.linker.metrics.snapshot()["ahead_pieces/direct"] == pieces
         assert rig.lookup(names(PAGES)) == PAGES
-        assert rig.restore(names(PAGES), range(20, 60))
-        assert rig.content(range(20, 60)) == want
+        rig.check_restored(names(PAGES), range(20, 60), want)
 
 
 def test_a_detached_linker_has_no_stats(tmp_path: Path) -> None:
@@ -119,7 +111,7 @@ def test_a_detached_linker_has_no_stats(tmp_path: Path) -> None:
 
 def test_a_new_plan_of_residency_is_tried_again(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        stored(rig)
+        rig.stored(PAGES)
         store = rig.stored_pool.store
         if not store.controller.direct:
             pytest.skip("no direct I/O here")

@@ -61,8 +61,7 @@ def test_the_share_holds_over_distinct_pages(tmp_path: Path) -> None:
 
 def test_pins_go_at_calls_that_all_ranks_make(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(3)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         assert rig.lookup(names(8), "a") == rig.lookup(names(8), "b") == 8
         assert rig.load(names(6), range(20, 26), "a")
         assert rig.lookup([], "c") == 0
@@ -84,8 +83,7 @@ def test_pins_go_at_calls_that_all_ranks_make(tmp_path: Path) -> None:
 def test_what_is_not_loaded_is_not_kept(tmp_path: Path, why: str) -> None:
     options = {"min_tokens": 1000} if why == "worth" else {}
     with Rig(tmp_path, **options) as rig:
-        rig.fill(4)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         assert rig.lookup(names(4)) == (0 if why == "worth" else 4)
         if why != "worth":
             assert pinned(rig) == 4

@@ -113,8 +113,7 @@ def test_a_linker_shares_the_queue_of_its_medium(
         store.allocate_memory(300)
         keys = np.random.default_rng(1).integers(0, 256, (300, 16), np.uint8)
         ticket = store.put(keys, np.arange(300))
-        rig.fill(21)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         ticket.wait(WAIT_S)
         assert (ticket.outcome == Outcome.STORED).all()
         wait_for(lambda: store.scheduler.counters()["written_pages"] == 304)
@@ -154,8 +153,7 @@ def test_one_put_beyond_the_backlog_costs_the_others_nothing(
         assert rig.linker.metrics.snapshot().get("errors", 0) == 0
         for number, salt in enumerate(("0", "1", "after")):
             assert rig.lookup(names(4, salt), salt) == 4
-            assert rig.restore(names(4, salt), range(20, 24))
-            assert rig.content(range(20, 24)) == want[4 * number : 4 * number + 4]
+            rig.check_restored(names(4, salt), range(20, 24), want[4 * number : 4 * number + 4])
         assert rig.lookup(names(40, "long"), "long") == 0
 
 
@@ -233,8 +231,7 @@ def test_a_cpu_tells_each_layer_and_whose_loads_it_waits_for(
     tmp_path: Path, posted: list[Event]
 ) -> None:
     with Rig(tmp_path, profile="profile.json", read_ahead_share=0.0) as rig:
-        rig.fill(17)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         assert rig.load(names(8), range(20, 28))
         index = rig.linker.start_layer_wise_loading()
         del posted[:]
@@ -258,8 +255,7 @@ def test_a_cpu_tells_each_layer_and_whose_loads_it_waits_for(
 
 def test_reads_carry_the_name_of_their_batch(tmp_path: Path, posted: list[Event]) -> None:
     with Rig(tmp_path, profile="profile.json") as rig:
-        rig.fill(18)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         wait_for(lambda: rig.lookup(names(4), TRIAL) == 4)
         wait_for(lambda: ahead_pages(rig.linker) == 4)
         for _ in range(2):
@@ -276,8 +272,7 @@ def test_on_a_gpu_a_step_ends_when_it_was_processed(
     tmp_path: Path, posted: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpu_rig(tmp_path, monkeypatch, profile="profile.json") as rig:
-        rig.fill(19)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         assert rig.load(names(4), range(20, 24))
         index = rig.linker.start_layer_wise_loading()
         assert run_batch(rig, Batch(Phase.PREFILL, index), [0, 1, 2]) == [True]
@@ -311,8 +306,7 @@ def test_a_foreign_profile_is_replaced_by_what_is_found(
     document = {**estimated_document(model, GPUS["H100"], machine=machine), "mark": "the file's"}
     file.write_text(json.dumps(document))
     with Rig(tmp_path / "pools" / "new", profile=str(file)) as rig:
-        rig.fill(15)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         used = rig.stored_pool.store.config.schedule.profile
         assert bool(used.warnings) == bool(foreign)
         assert used.document.get("mark") == (None if foreign else "the file's")
@@ -416,8 +410,7 @@ def test_a_long_offload_stops_for_a_load(
         assert rig.linker.backlog.wait_quiet(WAIT_S)
         assert sum(begun) == 44 and max(begun) == 4
         wait_for(lambda: rig.lookup(names(40, "long"), "long") == 40)
-        assert rig.restore(names(40, "long"), range(20, 60))
-        assert rig.content(range(20, 60)) == want[4:44]
+        rig.check_restored(names(40, "long"), range(20, 60), want[4:44])
         assert totals(rig, "written_pages", "ignored", "locked_pages") == [48, 0, 0]
     (first,) = [one for one, _ in decided if isinstance(one, WriteKnown) and one.can_stop]
     issues = [one for _, made in decided for one in made.writes if one.name == first.name]
@@ -486,12 +479,9 @@ def test_an_agents_client_is_scheduled_by_the_agents_speeds(tmp_path: Path) -> N
             schedule = rig.stored_pool.store.config.schedule
             assert schedule.source == agent.pools.speeds.source
             assert schedule.profile.document["io"] == agent.pools.speeds.io
-            rig.fill(19)
-            want = rig.content(range(8))
-            assert rig.store(names(8), range(8))
+            want = rig.stored(8)
             wait_for(lambda: rig.lookup(names(8)) == 8)
-            assert rig.restore(names(8), range(20, 28))
-            assert rig.content(range(20, 28)) == want
+            rig.check_restored(names(8), range(20, 28), want)
             read_nbytes, written = totals(rig, "read_nbytes", "written_pages")
             assert read_nbytes > 0 and written == 8
         with Rig(Path(f"unix:{agent.path}"), profile="off") as rig:

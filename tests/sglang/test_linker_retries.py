@@ -17,9 +17,7 @@ DAMAGED = ((11, 0), (8, 1), (5, 2))
 
 def damaged(rig: Rig, folder: Path) -> list[bytes]:
     """Twelve pages in the store, three of them damaged; SGLang's memory is empty afterwards."""
-    rig.fill(7)
-    want = rig.content(range(12))
-    assert rig.store(names(12), range(12))
+    want = rig.stored(12)
     for page, layer in DAMAGED:
         assert flip(rig.file(folder), rig.content([page], [layer])[0][:512]) == 1
     rig.wipe()

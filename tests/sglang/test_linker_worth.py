@@ -41,8 +41,7 @@ def test_hits_that_compute_sooner_are_left_to_computing(
     monkeypatch.setattr(STEPS, "prefills", deque(maxlen=15))
     monkeypatch.setattr(STEPS, "prefills_seen", 0)
     with Rig(tmp_path) as rig:
-        rig.fill(3)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         for tokens, index in ((70, -1), (2048, 3), *(((2048, -1),) * 5)):
             assert rig.lookup(names(8)) == 8, "short ones, and those with loads, say nothing"
             batch = Batch(Phase.PREFILL, index)
@@ -60,8 +59,7 @@ def test_ranks_try_the_same_requests(tmp_path: Path) -> None:
     options: dict[str, Any] = {"recompute_us_per_token": 1e-6, "read_ahead_share": 0.0}
     with Rig(tmp_path / "0", **options) as one, Rig(tmp_path / "1", **options) as other:
         for rig in (one, other):
-            rig.fill(3)
-            assert rig.store(names(8), range(8))
+            rig.stored(8)
             assert rig.restore(names(8), range(20, 28)), "the medium is measured"
         assert one.lookup(names(8)) == 0
         tries = {(one.lookup(names(8), f"r{i}"), other.lookup(names(8), f"r{i}")) for i in range(9)}

@@ -67,16 +67,13 @@ def test_a_load_that_did_not_begin_costs_its_batch_alone(
 ) -> None:
     """Neither staging nor SGLang's pages are lost, and the scheduler goes on."""
     with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05, read_ahead_share=0.0) as rig:
-        rig.fill(1)
-        want = rig.content(range(4))
-        assert rig.store(names(4), range(4))
+        want = rig.stored(4)
         with monkeypatch.context() as patch:
             patch.setattr(rig.stored_pool.store, "load", raising(LATE))
             assert not rig.restore(names(4), range(4, 8))
         assert in_use(rig.stored_pool.loads) == 0
         monkeypatch.setattr(rig.linker, "_timeout_s", 30.0)
-        assert rig.restore(names(4), range(4, 8))
-        assert rig.content(range(4, 8)) == want
+        rig.check_restored(names(4), range(4, 8), want)
 
 
 @pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
@@ -84,8 +81,7 @@ def test_pages_of_a_load_given_up_come_back_when_the_device_lets_go(
     tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Rig(tmp_path, load_staging=staging, load_timeout_s=0.05, read_ahead_share=0.0) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         go = threading.Event()
         monkeypatch.setattr(rig.stored_pool.store, "load", raising(held(go)))
         if staging == "1KiB":  # into SGLang's own pages
@@ -105,8 +101,7 @@ def test_a_probe_that_cannot_begin_leaves_its_memory_for_the_next(
 ) -> None:
     """Or reads would stay closed for good after a medium that was away for a while."""
     with Rig(tmp_path, breaker_pause_s=0.02) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         go = threading.Event()
         with monkeypatch.context() as patch:
             for error in (LATE, held(go)):
@@ -144,8 +139,7 @@ def test_read_ahead_goes_on_after_a_read_that_went_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Rig(tmp_path) as rig:
-        rig.fill(1)
-        assert rig.store(names(8), range(8))
+        rig.stored(8)
         worth = rig.linker.ahead._measured
 
         def broken(*_: Any) -> None:
@@ -173,8 +167,7 @@ def test_reads_come_back_while_objects_are_still_proven(
 
     monkeypatch.setattr(ObjectStore, "prove", prove)
     with Rig(tmp_path, breaker_pause_s=0.02) as rig:
-        rig.fill(1)
-        assert rig.store(names(4), range(4))
+        rig.stored(4)
         for _ in range(3):
             rig.stored_pool.reads.failure()
         assert not rig.stored_pool.reads.closed

@@ -50,14 +50,11 @@ def follows(store: Any, machine: Path, check: Callable[[], None]) -> None:
 
 def test_a_linkers_groups_follow_the_memory(tmp_path: Path, machine: Path) -> None:
     with Rig(tmp_path / "pools", page_cache_share=1.0, recompute_us_per_token=1e6) as rig:
-        rig.fill(31)
-        want = rig.content(range(12))
-        assert rig.store(names(12), range(12))
+        want = rig.stored(12)
 
         def check() -> None:
             assert rig.lookup(names(12)) == 12
-            assert rig.restore(names(12), range(20, 32))
-            assert rig.content(range(20, 32)) == want
+            rig.check_restored(names(12), range(20, 32), want)
 
         store = rig.stored_pool.store
         follows(store, machine, check)

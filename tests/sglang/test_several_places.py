@@ -68,8 +68,7 @@ def linker_round_trip(paths: list[str], folder: Path) -> None:
             for chain in CHAINS:
                 rig.wipe()
                 wait_for(lambda rig=rig, chain=chain: rig.lookup(names(PAGES, chain)) == PAGES)
-                assert rig.restore(names(PAGES, chain), range(PAGES))
-                assert rig.content(range(PAGES)) == want
+                rig.check_restored(names(PAGES, chain), range(PAGES), want)
 
 
 def hicache_round_trip(paths: list[str], folder: Path, seed: int) -> None:
