@@ -15,7 +15,7 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 from store.policies import DropsLong, Never, OneByOne
-from store.pools import GEOMETRY, controller_of, fill, formatted, opened, some_keys
+from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
@@ -41,27 +41,6 @@ class DropAll(Never):
 
 def scheduled(schedule: Schedule | None = None, **config: Any) -> ObjectStore:
     return opened(formatted(), schedule=schedule or Schedule(PROFILE), **config)
-
-
-def test_what_was_put_is_loaded(rng: np.random.Generator) -> None:
-    with scheduled() as store:
-        pool = store.allocate_memory(16)
-        contents = fill(pool, np.arange(8), rng)
-        keys = some_keys(rng, 8)
-        assert store.put(keys, np.arange(8)).wait(10).stored == 8
-        store.load(keys, np.arange(8, 16)).wait(10)
-        assert [pool.read(page) for page in range(8, 16)] == contents
-
-
-def test_present_keys_count_as_such(rng: np.random.Generator) -> None:
-    with scheduled() as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 6)
-        store.put(keys[::2], [0, 2, 4]).wait(10)
-        result = store.put(keys, np.arange(6)).wait(10)
-        assert (result.stored, result.present, result.dropped) == (3, 3, 0)
-        assert store.put(keys, np.arange(6)).wait(10).present == 6
-        assert store.put(keys[:0], []).wait(10).stored == 0
 
 
 def test_a_missing_key_is_missing(rng: np.random.Generator) -> None:
@@ -327,12 +306,6 @@ def test_a_load_that_is_not_granted_can_be_cancelled(rng: np.random.Generator) -
         assert not ticket.done
         assert ticket.cancel(10)
         wait_idle(store.scheduler)
-
-
-def test_a_put_longer_than_the_limits_is_stored(rng: np.random.Generator) -> None:
-    with scheduled(Schedule(PROFILE, Limits(locked_pages=2, staged_pages=0))) as store:
-        store.allocate_memory(4)
-        assert store.put(some_keys(rng, 4), np.arange(4)).wait(10).stored == 4
 
 
 def test_no_load_is_too_long_to_be_launched(rng: np.random.Generator) -> None:
