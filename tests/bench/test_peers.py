@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
     plan = plan_in(tmp_path)
     peer = kind(plan)
     process = PeerProcess(peer, plan)
-    try:
+    with closing(peer):
         for batch in range(BATCHES):
             stored = process.answer("store", [batch])
             assert stored["nbytes"] == BATCH_PAGES * plan.page_nbytes
@@ -68,8 +68,6 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
         assert pages["nbytes"] >= plan.batch_nbytes and pages["hugepage_nbytes"] == 0
         with pytest.raises(ConfigError, match="is not a command"):
             process.answer("erase", [0])
-    finally:
-        peer.close()
 
 
 @pytest.mark.parametrize("way", RAW)
@@ -77,7 +75,7 @@ def test_raw_reads_bring_the_bytes_of_a_load(tmp_path: Path, way: str) -> None:
     peer = StorePeer(replace(plan_in(tmp_path), others=(str(tmp_path / "other"),)))
     (tmp_path / "other").mkdir()
     peer.open()
-    try:
+    with closing(peer):
         for batch in range(BATCHES):
             peer.store(batch)
         reads = ways_of(peer.kept(0), lambda: None)
@@ -87,8 +85,6 @@ def test_raw_reads_bring_the_bytes_of_a_load(tmp_path: Path, way: str) -> None:
             peer.check(0)
         reads[way]()
         peer.check(0)
-    finally:
-        peer.close()
 
 
 def test_every_way_to_read_the_same_memory_is_timed_in_turn(
@@ -96,7 +92,7 @@ def test_every_way_to_read_the_same_memory_is_timed_in_turn(
 ) -> None:
     peer = StorePeer(plan_in(tmp_path))
     process = PeerProcess(peer, plan_in(tmp_path))
-    try:
+    with closing(peer):
         process.answer("store", [0])
         answer = process.answer("ways", [0, 2])
         assert list(answer) == [*RAW, LOAD, UNVERIFIED]
@@ -110,8 +106,6 @@ def test_every_way_to_read_the_same_memory_is_timed_in_turn(
         monkeypatch.setattr(same_memory, "preadv", lambda *_: 0)
         with pytest.raises(MediumError, match="ended before its last byte"):
             reads[RAW[0]]()
-    finally:
-        peer.close()
     with pytest.raises(Unsupported, match="FilesPeer has no store"):
         FilesPeer(plan_in(tmp_path)).kept(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,8 +313,7 @@ def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None
     for number, (direction, nbytes) in enumerate(plan):
         fluid.start(direction, nbytes, lambda n=number: ends.update({n: timeline.now_ns}))
     timeline.run(1000)
-    virtual = VirtualDrive(drive)
-    try:
+    with closing(VirtualDrive(drive)) as virtual:
         for number, (direction, nbytes) in enumerate(plan):
             virtual.start(direction, number, nbytes)
         seen: dict[int, int] = {}
@@ -321,8 +321,6 @@ def test_the_fluid_drive_agrees_with_the_memory_controller(pattern: str) -> None
             for tag in virtual.run(10**12):
                 assert isinstance(tag, int)
                 seen[tag] = virtual.now_ns
-    finally:
-        virtual.close()
     for number in range(len(plan)):
         assert ends[number] == pytest.approx(seen[number], rel=0.02), (pattern, number)
 

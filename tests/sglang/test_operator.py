@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def value(name: str, **more: str) -> Any:
 
 
 def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
-    made = storage(tmp_path)
-    try:
+    with closing(storage(tmp_path)) as made:
         for name in METRICS:
             if _OF_MODE.get(name, HICACHE) != HICACHE:
                 continue
@@ -56,8 +56,6 @@ def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
         assert value("attached") == 1
         assert value("capacity_tokens") == PAGE * value("usable_objects") > 0
         assert value("errors_total") == value("failed_pages_total", direction="load") == 0
-    finally:
-        made.close()
     assert value("attached") == 0
 
 
@@ -85,11 +83,8 @@ def test_a_prompt_is_pinned_by_its_tokens(
     """Its pages have the names that SGLang gave them."""
     tokens = array("q", range(7, 7 + PAGE * len(NAMES) + 3))
     names = get_storage_hash_str(RadixKey(tokens), page_size=PAGE)[: len(NAMES)]  # full pages
-    made = storage(tmp_path / "pools")
-    try:
+    with closing(storage(tmp_path / "pools")) as made:
         assert all(made.batch_set_v1(names, INDICES))
-    finally:
-        made.close()
     (pool,) = pool_files(tmp_path / "pools")
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps(tokens.tolist()))
@@ -98,8 +93,7 @@ def test_a_prompt_is_pinned_by_its_tokens(
 
 
 def test_pins_of_look_ups_end_without_requests(tmp_path: Path) -> None:
-    made = storage(tmp_path)
-    try:
+    with closing(storage(tmp_path)) as made:
         assert all(made.batch_set_v1(NAMES, INDICES))
         assert made.batch_exists(NAMES) == len(NAMES)
         store = made._stores["kv"]
@@ -109,8 +103,6 @@ def test_pins_of_look_ups_end_without_requests(tmp_path: Path) -> None:
         store.refresh()
         assert value("busy_objects") == 0
         assert all(made.batch_get_v1(NAMES, INDICES))
-    finally:
-        made.close()
 
 
 def test_quarantined_slots_come_back_by_the_documented_command(tmp_path: Path) -> None:
@@ -126,10 +118,7 @@ def test_quarantined_slots_come_back_by_the_documented_command(tmp_path: Path) -
     assert quarantined > 0 and value("usable_objects") == usable - quarantined
     again.close()
     assert cli.main(["fsck", str(file), "--reuse-quarantined"]) == 0
-    again = storage(tmp_path)
-    try:
+    with closing(storage(tmp_path)) as again:
         assert (value("quarantined_slots"), value("usable_objects")) == (0, usable)
         assert all(again.batch_set_v1(NAMES, INDICES))
         assert all(again.batch_get_v1(NAMES, INDICES))
-    finally:
-        again.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_hicaches_groups_follow_the_memory(tmp_path: Path, machine: Path, seed: 
     options = {"page_cache_share": 1.0}
     storage = TuttiHiCacheStorage(hp.config(tmp_path / "pools", options=options), {})
     storage.register_mem_pool_host(pool)
-    try:
+    with closing(storage):
         hp.fill(pool, seed)
         want = [hp.page_bytes(pool, page) for page in range(12)]
         hashes = [f"{i:064x}" for i in range(1, 13)]
@@ -84,5 +85,3 @@ def test_hicaches_groups_follow_the_memory(tmp_path: Path, machine: Path, seed: 
         follows(store, machine, check)
         planned = storage.counters()["kv"]["page_cache_bytes"]
         assert planned == 2 * store.geometry.group_nbytes
-    finally:
-        storage.close()

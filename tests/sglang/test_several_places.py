@@ -82,7 +82,7 @@ def hicache_round_trip(paths: list[str], folder: Path, seed: int) -> None:
         storage = StorageBackendFactory.create_backend("dynamic", config, pool)
         assert isinstance(storage, TuttiHiCacheStorage)
         storage.register_mem_pool_host(pool)
-        try:
+        with contextlib.closing(storage):
             if life == 0:
                 for chain in range(16):
                     assert all(storage.batch_set_v1(keys(chain), hp.indices(pool, everything)))
@@ -91,8 +91,6 @@ def hicache_round_trip(paths: list[str], folder: Path, seed: int) -> None:
                 assert storage.batch_exists(keys(chain)) == hp.PAGES
                 assert all(storage.batch_get_v1(keys(chain), hp.indices(pool, everything)))
                 assert [hp.page_bytes(pool, page) for page in everything] == want
-        finally:
-            storage.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

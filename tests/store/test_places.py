@@ -289,8 +289,7 @@ def test_info_leaves_what_is_in_the_page_cache(
     """A running pool keeps objects there."""
     path = str(tmp_path / "pool") if kind == "file" else request.getfixturevalue("loop")()
     tutti.format(path, LAYOUT, CAPACITY)
-    member = FileMember(path)
-    try:
+    with contextlib.closing(FileMember(path)) as member:
         os.fsync(member.fd)
         Path(path).read_bytes()
         cached = member.resident_nbytes(0, member.nbytes)
@@ -298,8 +297,6 @@ def test_info_leaves_what_is_in_the_page_cache(
         assert cli.main(["info", path]) == 0
         left = member.resident_nbytes(0, member.nbytes)
         assert left >= cached * 3 // 4, "the kernel itself may reclaim a few of its pages"
-    finally:
-        member.close()
 
 
 def test_a_loop_device_is_forced_by_the_path_of_its_file(
