@@ -18,7 +18,7 @@ import pytest
 from node.agents import LAYOUT, WAIT_S, RunningAgent, running, start_process
 from waiting import wait_until
 
-from store.pools import some_keys
+from store.pools import put_some, some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout
 from tutti.node import called_operations, client_transfers, listener, remote_catalogue
 from tutti.node.connection import Connection
@@ -107,9 +107,7 @@ def test_without_a_free_descriptor_clients_are_told_and_others_go_on(
     """left: descriptors; one is that of the connection, and a session needs another."""
     caplog.set_level(logging.WARNING)
     with running(tmp_path / "agent") as agent, agent.connect() as store:
-        store.allocate_memory(4)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(WAIT_S)
+        keys = put_some(store, rng, 4)
         with contextlib.ExitStack() as stack:
             peers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
             with free_files(left):

@@ -14,7 +14,7 @@ from node.agents import LAYOUT, RunningAgent
 from waiting import wait_until
 
 import tutti
-from store.pools import fill, some_keys
+from store.pools import fill, put_some, some_keys
 from tutti.base.arrays import Keys
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.errors import (
@@ -189,9 +189,7 @@ def ten_pages(
     """A store with ten pages, whose look-ups take a message for each four, and their keys."""
     monkeypatch.setattr(client, "LISTED_MAX", 4)
     store = opener()
-    store.allocate_memory(10)
-    keys = some_keys(rng, 10)
-    store.put(keys, np.arange(10)).wait(30)
+    keys = put_some(store, rng, 10)
     return store, keys
 
 
@@ -314,9 +312,7 @@ def test_requests_are_as_long_as_the_pages_of_registered_memory_allow(
 
 def test_clear(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_memory(8)
-    keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(30)
+    keys = put_some(store, rng, 8)
     store.clear()
     assert store.match(keys) == 0
     assert store.put(keys, np.arange(8)).wait(30).stored == 8
@@ -365,9 +361,7 @@ def test_tickets_call_back(opener: Opener, rng: np.random.Generator) -> None:
 
 def test_counters(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_memory(8)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(30)
+    keys = put_some(store, rng, 4, 8)
     assert store.match(keys) == 4
     load = store.load(keys, np.arange(4, 8))
     load.wait(30)
@@ -411,9 +405,7 @@ def test_catalogue_lists_and_describes(opener: Opener, rng: np.random.Generator)
 
 def test_catalogue_deletes(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_memory(8)
-    keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(30)
+    keys = put_some(store, rng, 8)
     store.match(keys, pin="request")
     assert store.catalogue.delete(keys[4:]) == 4
     assert store.catalogue.delete(keys[4:]) == 0
@@ -462,9 +454,7 @@ def test_catalogue_pins_survive(opener: Opener, tmp_path: Path, rng: np.random.G
 
 def test_what_expires_is_removed(opener: Opener, rng: np.random.Generator) -> None:
     store = opener()
-    store.allocate_memory(8)
-    keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(30)
+    keys = put_some(store, rng, 8)
     with pytest.raises(ConfigError, match="ttl_s"):
         store.put(keys, np.arange(8), ttl_s=0)
     assert store.catalogue.expire(keys[6:], 1.0) == 2
@@ -476,9 +466,7 @@ def test_what_expires_is_removed(opener: Opener, rng: np.random.Generator) -> No
 
 def test_expired_objects_are_swept(tmp_path: Path, rng: np.random.Generator) -> None:
     with tutti.open(str(tmp_path / "pool.tutti"), LAYOUT, "32MiB") as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 8)
-        store.put(keys, np.arange(8)).wait(30)
+        keys = put_some(store, rng, 8)
         store.catalogue.expire(keys[5:], 1.0)
         assert store.catalogue.expiry.sweep().size == 0
         store._core.index.expiry[store._core.index.expiry > 0] = 1  # long ago

@@ -16,7 +16,7 @@ from waiting import wait_idle, wait_until
 
 import tutti
 from store.policies import DropsLong, Never, OneByOne
-from store.pools import fill, some_keys
+from store.pools import fill, put_some, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
 from tutti.gio_uring.job import Job
 from tutti.machine import machine_facts
@@ -138,9 +138,7 @@ def test_layers_are_read_as_they_are_granted(tmp_path: Path, rng: np.random.Gene
 
 def test_a_load_that_waits_is_cancelled(tmp_path: Path, rng: np.random.Generator) -> None:
     with running(tmp_path / "agent") as agent, connect(agent, OneByOne) as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        assert store.put(keys, np.arange(4)).wait(WAIT_S).stored == 4
+        keys = put_some(store, rng, 4, 8)
         load = store.load(keys, np.arange(4))
         assert not load.done
         assert load.cancel(WAIT_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from memory_controller import MemoryController
@@ -84,6 +86,14 @@ def opened(
 
 def some_keys(rng: np.random.Generator, n: int) -> Bytes:
     return rng.integers(0, 256, (n, 16), dtype=np.uint8)
+
+
+def put_some(store: Any, rng: np.random.Generator, n: int, pages: int = 0) -> Bytes:
+    """Keys of the first n pages of new memory, which are stored; it has more if `pages` says so."""
+    store.allocate_memory(pages or n)
+    keys = some_keys(rng, n)
+    assert store.put(keys, np.arange(n)).wait(30).stored == n
+    return keys
 
 
 def fill(pool: HostMemory, pages: npt.ArrayLike, rng: np.random.Generator) -> list[bytes]:

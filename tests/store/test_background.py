@@ -12,7 +12,7 @@ from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_until
 
-from store.pools import controller_of, fill, formatted, opened, some_keys
+from store.pools import controller_of, fill, formatted, opened, put_some, some_keys
 from tutti.errors import DeviceTimeout
 from tutti.placement.index import SlotState
 from tutti.scheduler.dispatcher import Schedule
@@ -33,9 +33,7 @@ def test_puts_and_loads_do_not_wait_for_proofs(rng: np.random.Generator) -> None
     with opened(
         [], controller=controller, schedule=schedule, window_nbytes=1 << 14, timeout_s=60.0
     ) as store:
-        store.allocate_memory(24)
-        keys = some_keys(rng, 12)
-        store.put(keys, np.arange(12)).wait(10)
+        keys = put_some(store, rng, 12, 24)
         core, scheduler = store._core, store.scheduler
         assert scheduler is not None
         with core.lock:  # as after an unclean close

@@ -28,6 +28,7 @@ from store.pools import (
     formatted,
     images_of,
     opened,
+    put_some,
     some_keys,
 )
 from tutti.errors import ConfigError, DeviceTimeout, MediumError, TuttiError
@@ -211,9 +212,7 @@ class NoGpu:
 def test_a_record_that_cannot_be_read_quarantines_nothing(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller, digest_cache_nbytes=0) as store:
-        store.allocate_memory(16)
-        keys = some_keys(rng, 8)
-        store.put(keys, np.arange(8)).wait(5)
+        keys = put_some(store, rng, 8, 16)
         fault = (OPCODE_READ, STATUS_DATA_TRANSFER_ERROR)
         controller.fault_range(1, TABLE_LBA, GEOMETRY.slots, *fault)
         ticket = store.load(keys, np.arange(8, 16))
@@ -229,9 +228,7 @@ def test_records_come_before_data(rng: np.random.Generator) -> None:
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
     controller = controller_of(formatted(geometry=geometry))
     with opened([], controller=controller, digest_cache_nbytes=0, window_nbytes=4 << 15) as store:
-        store.allocate_memory(192)
-        keys = some_keys(rng, 192)
-        store.put(keys, np.arange(192)).wait(5)
+        keys = put_some(store, rng, 192)
         data_commands = 192 // 4 * LAYOUT.layers
         controller.set_faults(Faults(stall_from=data_commands // LAYOUT.layers + 4))
         ticket = store.load(keys, np.arange(192))  # returns when the digests are known
@@ -286,9 +283,7 @@ def test_a_clear_that_fails_closes_the_pool_to_calls(rng: np.random.Generator) -
     images = formatted()
     controller = controller_of(images)
     store = opened([], controller=controller)
-    store.allocate_memory(8)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(5)
+    keys = put_some(store, rng, 4, 8)
     controller.fault_range(1, 0, 2, OPCODE_WRITE, STATUS_WRITE_FAULT)
     with pytest.raises(MediumError):
         store.clear()
@@ -332,9 +327,7 @@ def test_a_late_deallocate_refuses_further_calls(rng: np.random.Generator) -> No
 
 def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_memory(8)
-    keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(5)
+    keys = put_some(store, rng, 8)
     images = images_of(store.controller)
     store.close()
     controller = controller_of(images)
@@ -349,9 +342,7 @@ def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
 def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller)
-    store.allocate_memory(4)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(5)
+    keys = put_some(store, rng, 4)
     controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
     store.close()
     images = images_of(controller)
@@ -366,9 +357,7 @@ def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
 
 def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
     store = opened(formatted())
-    store.allocate_memory(8)
-    keys = some_keys(rng, 8)
-    store.put(keys, np.arange(8)).wait(5)
+    keys = put_some(store, rng, 8)
     images = images_of(store.controller)
     store.close()
     with opened(images) as store:
@@ -431,9 +420,7 @@ def test_a_load_ahead_comes_after_one_that_is_waited_for(
     """Both are under way before the drive answers the first command."""
     controller = controller_of(formatted())
     with opened([], controller=controller, window_nbytes=4096) as store:
-        store.allocate_memory(24)
-        keys = some_keys(rng, 16)
-        assert store.put(keys, np.arange(16)).wait(10).stored == 16
+        keys = put_some(store, rng, 16, 24)
         ended: list[str] = []
         controller.set_faults(Faults(stall_from=1))
         for name, first, is_ahead in (("first", 0, ahead), ("second", 8, False)):

@@ -14,7 +14,16 @@ from memory_controller import Faults
 from slot_addresses import slot_lba
 from waiting import wait_until
 
-from store.pools import GEOMETRY, LAYOUT, controller_of, fill, formatted, opened, some_keys
+from store.pools import (
+    GEOMETRY,
+    LAYOUT,
+    controller_of,
+    fill,
+    formatted,
+    opened,
+    put_some,
+    some_keys,
+)
 from tutti.errors import (
     ChecksumMismatch,
     DeviceTimeout,
@@ -182,9 +191,7 @@ def test_close_ends_what_waits_for_the_next_flush(
 def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     with opened([], controller=controller) as store:
-        store.allocate_memory(16)
-        keys = some_keys(rng, 8)
-        store.put(keys, np.arange(8)).wait(5)
+        keys = put_some(store, rng, 8, 16)
         slba = int(slot_lba(GEOMETRY, np.array([5]), 1)[0])
         controller.fault_range(1, slba, 1, OPCODE_READ, STATUS_UNRECOVERED_READ)
         ticket = store.load(keys, np.arange(8, 16))
@@ -318,9 +325,7 @@ def test_what_a_close_cancels_is_closed_and_not_a_failed_drive(
 ) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller)
-    store.allocate_memory(8)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(5)
+    keys = put_some(store, rng, 4, 8)
     controller.set_faults(Faults(stall_from=1))
     pages = np.arange(4, 8)
     ticket = store.put(some_keys(rng, 4), pages) if verb == "put" else store.load(keys, pages)
@@ -333,9 +338,7 @@ def test_what_a_close_cancels_is_closed_and_not_a_failed_drive(
 def test_a_device_that_refuses_a_reset_keeps_its_memory(rng: np.random.Generator) -> None:
     controller = controller_of(formatted())
     store = opened([], controller=controller, timeout_s=1.0)
-    store.allocate_memory(8)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(5)
+    keys = put_some(store, rng, 4, 8)
     controller.set_faults(Faults(stall_from=1, reset_fails=True))
     ticket = store.load(keys, np.arange(4, 8))
     with pytest.raises(DeviceTimeout, match="until the process ends"):

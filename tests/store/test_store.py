@@ -15,6 +15,7 @@ from store.pools import (
     formatted,
     images_of,
     opened,
+    put_some,
     some_keys,
 )
 from tutti.errors import ConfigError, KeyMissing, PageRangeError, PoolClosed
@@ -216,9 +217,7 @@ def test_a_chain_continues_in_its_run(rng: np.random.Generator) -> None:
 
 def test_clear_forgets_everything(rng: np.random.Generator) -> None:
     store = opened(formatted(members=2))
-    store.allocate_memory(16)
-    keys = some_keys(rng, 16)
-    store.put(keys, np.arange(16)).wait(5)
+    keys = put_some(store, rng, 16)
     epoch = store.members.superblock(0).epoch
     store.clear()
     assert store.members.superblock(0).epoch != epoch
@@ -279,9 +278,7 @@ def test_work_per_batch_is_by_runs(rng: np.random.Generator) -> None:
     """A long prefix in whole groups is one command per group and layer, as MDTS allows."""
     geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 16, 16)
     with opened(formatted(geometry=geometry)) as store:
-        store.allocate_memory(128)
-        keys = some_keys(rng, 128)
-        store.put(keys, np.arange(128)).wait(5)
+        keys = put_some(store, rng, 128)
         before = store.stats()["commands"]
         store.load(keys, np.arange(128)).wait(5)
         assert store.stats()["commands"] - before == 128 // 16 * LAYOUT.layers

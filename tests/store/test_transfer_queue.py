@@ -15,7 +15,7 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 from store.policies import DropsLong, Never, OneByOne
-from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
+from store.pools import GEOMETRY, controller_of, formatted, opened, put_some, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
@@ -157,9 +157,7 @@ def test_a_load_does_not_wait_for_a_put_that_waits_for_space(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scheduled(Schedule(PROFILE, policy=ImmediatePolicy), timeout_s=60.0) as store:
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(10)
+        keys = put_some(store, rng, 4, 8)
         there, space, put = threading.Event(), threading.Event(), store._writer.put
 
         def full(parts: list[PutPart]) -> BaseException | None:
@@ -250,9 +248,7 @@ class LayerByLayer(WritesOnly):
 def stored(policy: Callable[[Limits], Any], rng: np.random.Generator, **more: Any) -> Any:
     """A scheduled store, with four keys that it has."""
     store = scheduled(Schedule(PROFILE, policy=policy, record=more.pop("record", None)), **more)
-    store.allocate_memory(8)
-    keys = some_keys(rng, 4)
-    store.put(keys, np.arange(4)).wait(10)
+    keys = put_some(store, rng, 4, 8)
     return store, keys
 
 
@@ -363,9 +359,7 @@ def interleaved(policy: Callable[[Limits], Any], rng: np.random.Generator) -> in
     with opened(
         [], controller=controller, schedule=schedule, verify="off", window_nbytes=1 << 15
     ) as store:
-        store.allocate_memory(24)
-        keys = some_keys(rng, 16)
-        store.put(keys, np.arange(16)).wait(10)
+        keys = put_some(store, rng, 16, 24)
         assert store.match(keys, pin="prefix") == 16
         controller.set_faults(Faults(stall_from=1))
         scheduler = store.scheduler

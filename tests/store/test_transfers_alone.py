@@ -10,7 +10,7 @@ from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
-from store.pools import GEOMETRY, controller_of, formatted, opened, some_keys
+from store.pools import GEOMETRY, controller_of, formatted, opened, put_some, some_keys
 from tutti.errors import KeyMissing
 from tutti.scheduler import dispatcher
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -47,9 +47,7 @@ def test_a_transfer_that_is_alone_starts_before_its_decision(
     with opened(formatted(), schedule=schedule) as store:
         scheduler = asleep(store)
         monkeypatch.setattr(store._queue, "_short", 2)
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(10)
+        keys = put_some(store, rng, 4, 8)
         assert store.load(keys, np.arange(4, 8)).wait_settled(10)
         wait_until(lambda: any(isinstance(event, LoadGone) for event in list(scheduler._events)))
         with pytest.raises(KeyMissing):
@@ -88,9 +86,7 @@ def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> 
     schedule = Schedule(PROFILE, record=lambda event, _: seen.append(event))
     with opened(images, controller=controller, schedule=schedule) as store:
         asleep(store)
-        store.allocate_memory(8)
-        keys = some_keys(rng, 4)
-        store.put(keys, np.arange(4)).wait(10)
+        keys = put_some(store, rng, 4, 8)
         controller.set_faults(Faults(stall_from=1))
         tickets = [store.load(keys[at : at + 2], [at, at + 1]) for at in (0, 2)]
         controller.recover()

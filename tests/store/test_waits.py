@@ -13,7 +13,7 @@ from memory_controller import Faults, MemoryController
 from scheduler.drive import Linear
 from waiting import wait_until
 
-from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, some_keys
+from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, put_some, some_keys
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
@@ -34,9 +34,7 @@ def test_a_short_put_does_not_wait_for_a_long_one_that_stopped(
     controller, schedule = controller_of(formatted(geometry=MANY)), Schedule(Linear())
     with opened([], controller=controller, window_nbytes=1 << 15, schedule=schedule) as store:
         monkeypatch.setattr(store._queue, "_short", 2)
-        store.allocate_memory(64)
-        keys = some_keys(rng, 4)
-        store.put(keys, range(4)).wait(5)
+        keys = put_some(store, rng, 4, 64)
         controller.set_faults(Faults(stall_from=1))
         state = store.scheduler.state
         state.both_measured_ns, state.estimates._interference = store.scheduler.now_ns(), 3.0
