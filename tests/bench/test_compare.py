@@ -390,17 +390,12 @@ def test_simulations_depend_on_the_limits_of_stores_alone(tmp_path: Path) -> Non
 
 
 def test_results_that_a_run_replaces_change_no_commit(tmp_path: Path) -> None:
-    page, result = tmp_path / "docs/results.md", tmp_path / "bench/results/ring.json"
-    for file in (page, result):
-        file.parent.mkdir(parents=True)
-        file.write_text("old")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *words], check=True, timeout=60)
+    names = ("docs/results.md", "bench/results/ring.json")
+    committed(tmp_path, dict.fromkeys(names, "old"))
     commit = commit_of(tmp_path)
-    for file in (page, result):
-        file.write_text("new")
-    assert commit_of(result.parent) == commit != "unknown"
+    for name in names:
+        (tmp_path / name).write_text("new")
+    assert commit_of(tmp_path / "bench/results") == commit != "unknown"
 
 
 def test_what_results_depend_on_exists() -> None:
