@@ -14,10 +14,9 @@ from waiting import wait_until
 from store.pools import LAYOUT
 from tutti.errors import ChecksumMismatch, PoolInUse
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.medium.geometry import Geometry
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 
@@ -42,14 +41,8 @@ def make_files(paths: Sequence[str], geometry: Geometry) -> None:
 
 def format_members(paths: Sequence[str], geometry: Geometry, **options: Any) -> None:
     """Formats files that exist; options of the controller."""
-    with FileController(paths, **options) as controller:
-        engine = Engine(controller)
-        io = BlockIo(engine)
-        try:
-            Members.format(io, engine, paths, LAYOUT, geometry)
-        finally:
-            io.close()
-            engine.close()
+    with FileController(paths, **options) as controller, opened_io(controller) as (engine, io):
+        Members.format(io, engine, paths, LAYOUT, geometry)
 
 
 def when_unlocked(opening: Callable[[], ObjectStore]) -> ObjectStore:

@@ -27,7 +27,7 @@ from tutti.gio_uring.nvme_spec import (
     STATUS_TIMED_OUT,
     STATUS_UNRECOVERED_READ,
 )
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
@@ -180,11 +180,8 @@ def test_a_pool_on_drives_reports_each(seed: int) -> None:
     drives = [MemoryController([8 << 20]) for _ in range(2)]
     span = SpanController(drives)
     names = ["left", "right"]
-    engine = Engine(span)
-    io = BlockIo(engine)
-    Members.format(io, engine, names, LAYOUT, GEOMETRY)
-    io.close()
-    engine.close()
+    with opened_io(span) as (engine, io):
+        Members.format(io, engine, names, LAYOUT, GEOMETRY)
     with ObjectStore(span, names) as store:
         store.wait_recovered(10)
         pool = store.allocate_memory(32, hugepages=False)

@@ -26,11 +26,10 @@ import tutti
 from tutti.bench.controller_memory import MemoryController
 from tutti.errors import CapacityError, KeyMissing, MediumError, PoolClosed
 from tutti.gio_uring.controller_span import SpanController
-from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -158,12 +157,9 @@ def vfio_opening() -> Callable[[], ObjectStore]:
     nbytes = -(-GEOMETRY.member_nbytes // (1 << 20)) << 20
     names = ["left", "right"]
     with MemoryController([nbytes] * len(names)) as medium:
-        engine = Engine(medium)
-        io = BlockIo(engine)
-        Members.format(io, engine, names, LAYOUT, GEOMETRY)
+        with opened_io(medium) as (engine, io):
+            Members.format(io, engine, names, LAYOUT, GEOMETRY)
         images = [medium.medium(nsid).copy() for nsid in (1, 2)]
-        io.close()
-        engine.close()
 
     def opening() -> ObjectStore:
         span = SpanController([SoftwareDrive(image) for image in images])

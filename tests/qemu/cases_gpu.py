@@ -24,7 +24,6 @@ from tutti.errors import TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver
@@ -33,7 +32,7 @@ from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion, HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 
 LEFT, SLOW, RIGHT = range(3)  # as the guest counts them: RIGHT is behind a port
@@ -45,12 +44,8 @@ def drive_of(drives: Drives, place: int, *, use_sgl: bool | None = None) -> Vfio
 
 
 def format_pool(controller: NativeController, members: int) -> None:
-    with controller:
-        engine = Engine(controller)
-        io = BlockIo(engine)
+    with controller, opened_io(controller) as (engine, io):
         Members.format(io, engine, names(members), LAYOUT, GEOMETRY)
-        io.close()
-        engine.close()
 
 
 def report_queues(*controllers: VfioController) -> None:

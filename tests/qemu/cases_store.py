@@ -11,22 +11,17 @@ from qemu.inside import Drives
 from store.pools import GEOMETRY, LAYOUT
 from tutti.errors import MediumError
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
 
 def format_pool(drives: Drives, place: int, names: list[str], geometry: Geometry) -> None:
-    with drives.open(place) as controller:
-        engine = Engine(controller)
+    with drives.open(place) as controller, opened_io(controller) as (engine, io):
         engine.flush([1]).wait_released(20)  # the faulty drive's first one fails
-        io = BlockIo(engine)
         Members.format(io, engine, names, LAYOUT, geometry)
-        io.close()
-        engine.close()
 
 
 def opened(

@@ -14,8 +14,7 @@ from store.pools import GEOMETRY, LAYOUT
 from tutti.errors import DeviceGone, TuttiError
 from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
-from tutti.gio_uring.engine import Engine
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -30,12 +29,8 @@ def span(drives: Drives) -> SpanController:
 
 
 def format_pool(drives: Drives) -> None:
-    with span(drives) as controller:
-        engine = Engine(controller)
-        io = BlockIo(engine)
+    with span(drives) as controller, opened_io(controller) as (engine, io):
         Members.format(io, engine, NAMES, LAYOUT, GEOMETRY)
-        io.close()
-        engine.close()
 
 
 def gone_after_loads(store: ObjectStore, controller: SpanController, keys: list[bytes]) -> int:

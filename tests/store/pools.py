@@ -12,7 +12,7 @@ from tutti.gio_uring.engine import Engine
 from tutti.medium.geometry import Geometry
 from tutti.medium.layout import KVLayout
 from tutti.memory.host_memory import HostMemory
-from tutti.pool.block_io import BlockIo
+from tutti.pool.block_io import opened_io
 from tutti.pool.members import Members
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
@@ -55,12 +55,9 @@ def formatted(
 ) -> list[Bytes]:
     """Images of a new, empty pool."""
     controller = controller_of(blank_images(geometry, members))
-    engine = Engine(controller)
-    io = BlockIo(engine)
-    Members.format(io, engine, names(members), layout, geometry)
+    with opened_io(controller) as (engine, io):
+        Members.format(io, engine, names(members), layout, geometry)
     images = images_of(controller, members)
-    io.close()
-    engine.close()
     controller.close()
     return images
 
