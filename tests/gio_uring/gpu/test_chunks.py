@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gio_uring.gpu.test_host_engine import rig_over_memory
-from memory_controller import Faults, MemoryController
+from gio_uring.gpu.test_host_engine import memory_of, rig_over_memory
+from memory_controller import Faults
 from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
@@ -27,17 +27,9 @@ from tutti.gio_uring.iocb import Extents
 SHORT = 80 << 10
 
 
-def memory_of(rig: object) -> MemoryController:
-    controller = rig.controller  # type: ignore[attr-defined]
-    assert isinstance(controller, MemoryController)
-    return controller
-
-
 def test_the_next_transfer_is_read_while_the_one_before_is_copied(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
-        keys = some_keys(rng, 8)
-        contents = rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+        keys, contents = rig.stored(rng, 8)
         word = rig.driver.allocate(256)
         rig.driver.wait_value(rig.gpu._loads.stream, word, 1)  # no copy begins before
         tickets = [
@@ -59,9 +51,8 @@ def test_a_layer_is_copied_while_the_one_before_is_and_tells_of_both(
 ) -> None:
     """Two streams take layers by turns: the first one stands still, and layer 1 is copied."""
     with rig_over_memory(verify="off") as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        pages = list(range(8))
+        keys, contents = rig.stored(rng, 8)
         assert rig.store.stats()["gpu_streams"] == 4
         for tensor in (t for row in rig.tensors for t in row):
             tensor.array[:] = 0
@@ -86,9 +77,8 @@ def test_a_layer_is_there_before_the_last_layer_of_any_chunk_was_read(
 ) -> None:
     """Chunks are cut by layer first: eight or more of them, and the medium stops behind layer 1."""
     with rig_over_memory(staging_nbytes=SHORT, verify="off") as rig:
-        keys, pages = some_keys(rng, 24), list(range(24))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        pages = list(range(24))
+        keys, contents = rig.stored(rng, 24)
         for tensor in (t for row in rig.tensors for t in row):
             tensor.array[:] = 0
         commands = rig.store.engine.stats().commands
@@ -124,9 +114,7 @@ def test_any_number_of_pages_goes_through_any_staging(
 ) -> None:
     rng = np.random.default_rng(seed)
     with rig_over_memory(seed=seed, staging_nbytes=staging_nbytes) as rig:
-        keys = some_keys(rng, pages)
-        contents = rig.fill(list(range(pages)), rng)
-        assert rig.store.put(keys, list(range(pages))).wait(10).stored == pages
+        keys, contents = rig.stored(rng, pages)
         for _ in range(2):
             target = rng.permutation(24)[:pages].tolist()
             rig.store.load(keys, target).wait(10)
@@ -212,15 +200,13 @@ def test_what_waits_behind_the_medium_is_bounded(
     monkeypatch.setattr(stream_queue, "CALLS_MAX", 40)
     monkeypatch.setattr("tutti.gio_uring.gpu.moved_job.CALLS_MAX", 40)
     with rig_over_memory(has_copy_batch=False, plain=True, verify="off", timeout_s=30.0) as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 8)
         memory_of(rig).set_faults(Faults(stall_from=1))
         target = [8, 10, 12, 14, 16, 18, 20, 22]  # sixteen copies a layer
         ticket = rig.store.load(keys, target)
         time.sleep(0.05)
         queues = [rig.driver._streams[stream][0] for stream in rig.gpu._loads.streams]
-        one_layer = 2 * len(pages) + 4
+        one_layer = 2 * len(target) + 4
         assert sum(len(queue.work) for queue in queues) <= 40 + one_layer
         memory_of(rig).set_faults(None)
         memory_of(rig).release()
@@ -258,9 +244,7 @@ def test_loads_end_when_the_context_is_lost(
 ) -> None:
     """While layers wait to be put on the stream, or once all are there."""
     with rig_over_memory(timeout_s=60.0) as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, _ = rig.stored(rng, 8)
         call, begun = getattr(rig.driver, lost), threading.Event()
 
         def fail(*arguments: Any) -> Any:
@@ -338,9 +322,7 @@ def test_calls_and_waits_for_a_layer_do_not_depend_on_the_pages(
     rng: np.random.Generator, pages: int
 ) -> None:
     with rig_over_memory(verify="off") as rig:
-        keys = some_keys(rng, pages)
-        rig.fill(list(range(pages)), rng)
-        rig.store.put(keys, list(range(pages))).wait(10)
+        keys, _ = rig.stored(rng, pages)
         rig.store.load(keys, list(range(pages))).wait(10)
         names = ("cuStreamWaitValue32", "cuMemcpyBatchAsync", "cuEventRecord")
         before = {name: rig.driver.calls.get(name, 0) for name in names}

@@ -14,18 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gio_uring.cuda_stand_in import StandInDriver
-from gio_uring.gpu.test_chunks import memory_of
-from gio_uring.gpu.test_host_engine import Rig, rig_over_memory, round_trip
+from gio_uring.gpu.test_host_engine import (
+    Rig,
+    memory_of,
+    rig_over_file,
+    rig_over_memory,
+    round_trip,
+)
 from memory_controller import Faults
 from waiting import wait_until
 
-from store.pools import LAYOUT, some_keys
+from store.pools import LAYOUT
 from tutti.base.pipeline import TRIALS, Overlap, PipelineChooser
 from tutti.errors import DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.gpu import overlap
-from tutti.pool import pool_format
 
 #: Loads until the choice is made.
 LOADS = 1 + 2 * TRIALS
@@ -90,8 +93,7 @@ def eight_pages(seed: int) -> Iterator[tuple[Rig, Any, list[bytes]]]:
     """A store over memory with eight pages: their keys and contents."""
     rng = np.random.default_rng(seed)
     with rig_over_memory(verify="off", timeout_s=30.0) as rig:
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+        keys, contents = rig.stored(rng, 8)
         yield rig, keys, contents
 
 
@@ -170,15 +172,12 @@ def test_reads_that_are_over_at_the_first_look_are_no_trial(
 
 
 def test_a_new_plan_of_residency_is_tried_again(seed: int, tmp_path: Path) -> None:
-    rng, path = np.random.default_rng(seed), str(tmp_path / "pool.tutti")
-    pool_format.format([path], LAYOUT, 16 << 20)
-    driver, controller = StandInDriver(), FileController([path])
-    rig = Rig(controller, [path], driver=driver)
-    try:
+    with rig_over_file(tmp_path / "pool.tutti") as rig:
+        controller = rig.controller
+        assert isinstance(controller, FileController)
         if not controller.direct:
             pytest.skip(f"no direct I/O here: {controller.members[0].buffered_reason}")
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+        keys, contents = rig.stored(np.random.default_rng(seed), 8)
         for _ in range(LOADS):
             load(rig, keys, contents)
         ((name, found),) = overlaps(rig).items()
@@ -194,10 +193,6 @@ def test_a_new_plan_of_residency_is_tried_again(seed: int, tmp_path: Path) -> No
         assert all(found["decided"] for found in overlaps(rig).values())
         assert controller.path_of([1], [0]) == "direct", "tables"
         assert controller.path_of([1, 1], [0, controller.buffered[0].slba]) == "both"
-    finally:
-        rig.store.close()
-        driver.close()
-    assert not driver.violations, driver.violations[:3]
 
 
 @pytest.mark.parametrize("kind", ["batch", "plain", "aliased", "full"])
@@ -223,8 +218,7 @@ def test_a_whole_read_that_fails_lets_its_streams_go_and_is_no_trial(
 ) -> None:
     monkeypatch.setattr(PipelineChooser, "overlap", Overlap.CROSS)
     with rig_over_memory(timeout_s=1.0, verify="off") as rig:
-        keys, contents = some_keys(rng, 8), rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+        keys, contents = rig.stored(rng, 8)
         load(rig, keys, contents)  # the warm-up
         memory_of(rig).set_faults(Faults(stall_from=2))
         ticket = rig.store.load(keys, list(range(8, 16)))

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gio_uring.cuda_stand_in import StandInDriver
-from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
+from gio_uring.gpu.test_host_engine import rig_over_file, rig_over_memory
 from slot_addresses import slot_lba
 from waiting import wait_until
 
 from store.pools import LAYOUT, some_keys
 from tutti.errors import ChecksumMismatch
-from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
 from tutti.gio_uring.nvme_spec import OPCODE_READ
-from tutti.pool import pool_format
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["digests known", "digests read"])
@@ -25,9 +22,7 @@ def test_a_kernel_compares_pages_before_their_layer_is_released(
 ) -> None:
     """In GPU memory, so that a wrong copy is damage, too; no digest is compared by the host."""
     with rig_over_memory(digest_cache_nbytes=1 << 20 if cached else 0) as rig:
-        keys = some_keys(rng, 8)
-        contents = rig.fill(list(range(8)), rng)
-        rig.store.put(keys, list(range(8))).wait(10)
+        keys, contents = rig.stored(rng, 8)
         verify = rig.kernels.verify
 
         def damaged(batch: int, layer: int, publish: int) -> None:
@@ -53,9 +48,7 @@ def test_a_kernel_compares_pages_before_their_layer_is_released(
 def test_a_kernel_computes_the_digests_of_a_put(rng: np.random.Generator) -> None:
     """Those of the host, which compares its own here, and none of them by the host."""
     with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        assert rig.store.put(keys, pages).wait(10).stored == 8
+        keys, contents = rig.stored(rng, 8)
         stats = rig.store.stats()
         assert rig.kernels.verified == stats["gpu_digested_layers"] == LAYOUT.layers
         verifier, rig.gpu.verifier = rig.gpu.verifier, None
@@ -86,9 +79,7 @@ def test_a_copy_out_that_goes_wrong_is_found_by_the_load(rng: np.random.Generato
 
 def test_tables_that_do_not_fit_are_compared_by_the_host(rng: np.random.Generator) -> None:
     with rig_over_memory() as rig:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+        keys, contents = rig.stored(rng, 8)
         assert rig.gpu.verifier is not None
         rig.gpu.verifier._nbytes = 8 << 10
         rig.store.load(keys, list(range(8, 16))).wait(10)
@@ -97,17 +88,12 @@ def test_tables_that_do_not_fit_are_compared_by_the_host(rng: np.random.Generato
 
 
 def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_path: Path) -> None:
-    path = str(tmp_path / "pool.tutti")
-    pool_format.format([path], LAYOUT, 16 << 20)
-    driver = StandInDriver()
-    rig = Rig(FileController([path]), [path], driver=driver)
-    try:
-        keys, pages = some_keys(rng, 8), list(range(8))
-        contents = rig.fill(pages, rng)
-        rig.store.put(keys, pages).wait(10)
+    path = tmp_path / "pool.tutti"
+    with rig_over_file(path) as rig:
+        keys, contents = rig.stored(rng, 8)
         slot = rig.store._core.index.find(keys[3:4])
         lba = int(slot_lba(rig.store.geometry, slot, 2)[0])
-        with open(path, "r+b") as file:
+        with path.open("r+b") as file:
             file.seek(lba * rig.store.geometry.lba_nbytes + 5)
             file.write(b"damage")
         ticket = rig.store.load(keys, list(range(8, 16)))
@@ -117,10 +103,6 @@ def test_damage_in_a_file_fails_its_pages_alone(rng: np.random.Generator, tmp_pa
         assert ticket.wait_settled(10)
         right = [i for i in range(8) if i != 3]
         assert [rig.pool.read(8 + i) for i in right] == [contents[i] for i in right]
-    finally:
-        rig.store.close()
-        driver.close()
-    assert not driver.violations
 
 
 def test_digests_that_come_after_the_read_was_cancelled_leave_its_outcome(

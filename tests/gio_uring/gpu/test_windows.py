@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gio_uring.gpu.test_chunks import memory_of
-from gio_uring.gpu.test_host_engine import Rig, rig_over_memory
+from gio_uring.gpu.test_host_engine import memory_of, rig_over_memory
 from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_idle
@@ -49,12 +48,6 @@ class LayerByLayer:
         return Decision(writes=tuple(writes))
 
 
-def put(rig: Rig, rng: np.random.Generator, count: int) -> tuple[Any, list[bytes]]:
-    keys, contents = some_keys(rng, count), rig.fill(list(range(count)), rng)
-    rig.store.put(keys, list(range(count))).wait(10)
-    return keys, contents
-
-
 def test_layers_are_granted_one_by_one_and_loads_one_after_another(seed: int) -> None:
     """The policy prefers the newest: what follows on the stream is announced to it in its turn."""
     rng, issues = np.random.default_rng(seed), list[Issue]()
@@ -62,7 +55,7 @@ def test_layers_are_granted_one_by_one_and_loads_one_after_another(seed: int) ->
         Linear(), policy=LayerByLayer, record=lambda _, decision: issues.extend(decision.reads)
     )
     with rig_over_memory(timeout_s=30.0, schedule=schedule) as rig:
-        keys, contents = put(rig, rng, 4)
+        keys, contents = rig.stored(rng, 4)
 
         def load(first: int) -> None:
             rig.store.load(keys, list(range(first, first + 4))).wait(20)
@@ -103,7 +96,7 @@ def test_a_load_is_granted_before_its_thread_calls_the_driver(
         grant(job, *arguments)
 
     with rig_over_memory(schedule=Schedule(Linear(), policy=LayerByLayer)) as rig:
-        keys, contents = put(rig, np.random.default_rng(seed), 4)
+        keys, contents = rig.stored(np.random.default_rng(seed), 4)
         monkeypatch.setattr(Engine, "submit", noted_submit)
         monkeypatch.setattr(Job, "grant", noted_grant)
         rig.store.load(keys, list(range(8, 12))).wait(20)
@@ -120,7 +113,7 @@ def test_a_load_that_is_granted_no_more_is_read_after_all(seed: int) -> None:
 
     schedule = Schedule(Linear(), policy=OneLayer)
     with rig_over_memory(timeout_s=1.0, schedule=schedule) as rig:
-        keys, contents = put(rig, np.random.default_rng(seed), 4)
+        keys, contents = rig.stored(np.random.default_rng(seed), 4)
         for first in (8, 12):  # the second waits for its turn, and goes without it
             ticket = rig.store.load(keys, list(range(first, first + 4)))
             ticket.wait_layer(0, 10)
@@ -154,7 +147,7 @@ def traced(policy: Any, rng: np.random.Generator, *, is_due: bool) -> Any:
     with rig_over_memory(
         timeout_s=30.0, verify="off", schedule=schedule, window_nbytes=1 << 15
     ) as rig:
-        keys, contents = put(rig, rng, 8)
+        keys, contents = rig.stored(rng, 8)
         controller, scheduler = memory_of(rig), rig.store.scheduler
         assert scheduler is not None
         controller.set_faults(Faults(stall_from=1))
