@@ -104,6 +104,30 @@ def check_books(store: ObjectStore) -> None:
         assert np.array_equal(core.allocator.is_free(np.arange(core.index.slots)), free)
 
 
+def live(store: ObjectStore, keys: Sequence[bytes], life: int) -> None:
+    """Life 0 stores objects, life 1 clears and deletes them; both load all of them, by layers."""
+    rows, pages = as_rows(keys), np.arange(len(keys))
+    pool = store.allocate_memory(2 * len(keys), hugepages=False)
+    if life == 0:
+        for page, key in enumerate(keys):
+            pool.write(page, content_of(key))
+        assert store.put(rows, pages).wait(30).stored == len(keys)
+    assert store.match(rows) == len(keys)
+    ticket = store.load(rows, len(keys) + pages)
+    for layer in range(LAYOUT.layers):
+        ticket.wait_layer(layer, 30)
+    ticket.wait(30)
+    assert all(pool.read(len(keys) + i) == content_of(key) for i, key in enumerate(keys))
+    check_books(store)
+    if life == 1:
+        store.clear()
+        assert store.match(rows) == 0
+        given_nbytes = store.stats()["deallocated_nbytes"]
+        assert store.put(rows, len(keys) + pages).wait(30).stored == len(keys)
+        assert store.catalogue.delete(rows) == len(keys)
+        assert store.stats()["deallocated_nbytes"] > given_nbytes > 0
+
+
 def check_usable(store: ObjectStore, keys: Sequence[bytes]) -> None:
     """New objects can be stored and read back."""
     put_objects(store, keys)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crash.objects import as_rows, check_books, content_of
+from crash.objects import live
 from crash.test_resize import KEYS, held, made_on
 from nvme_host import LBA, READ, WRITE, NvmeHost
 from parity.test_controllers import cut, gather, scatter, spread
@@ -118,22 +118,7 @@ def test_a_pool_lives_through_two_lives(place: str, durability: str, seed: int) 
     tutti.store.format(paths, LAYOUT, CAPACITY)
     for life in range(2):
         with tutti.open(paths, durability=durability) as store:
-            pool = store.allocate_memory(32, hugepages=False)
-            if life == 0:
-                for page, key in enumerate(keys):
-                    pool.write(page, content_of(key))
-                assert store.put(as_rows(keys), np.arange(16)).wait(30).stored == 16
-            assert store.match(as_rows(keys)) == 16
-            store.load(as_rows(keys), np.arange(16, 32)).wait(30)
-            assert all(pool.read(16 + i) == content_of(key) for i, key in enumerate(keys))
-            check_books(store)
-            if life == 1:
-                store.clear()
-                assert store.match(as_rows(keys)) == 0
-                given_nbytes = store.stats()["deallocated_nbytes"]
-                assert store.put(as_rows(keys), np.arange(16, 32)).wait(30).stored == 16
-                assert store.catalogue.delete(as_rows(keys)) == 16
-                assert store.stats()["deallocated_nbytes"] > given_nbytes > 0
+            live(store, keys, life)
     assert cli.main(["fsck", *paths]) == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from crash.objects import as_rows, check_books, content_of
+from crash.objects import as_rows, check_books, content_of, live
 
 from qemu.cases_drive import FAULTY, ODD, USUAL
 from qemu.inside import Drives
@@ -54,25 +54,7 @@ def test_a_pool_on_a_drive(
     keys = [rng.bytes(16) for _ in range(16)]
     for life in range(2):
         store = opened(drives, place, names, durability, use_sgl=use_sgl)
-        pool = store.allocate_memory(32, hugepages=False)
-        if life == 0:
-            for page, key in enumerate(keys):
-                pool.write(page, content_of(key))
-            assert store.put(as_rows(keys), np.arange(16)).wait(30).stored == 16
-        assert store.match(as_rows(keys)) == 16
-        ticket = store.load(as_rows(keys), np.arange(16, 32))
-        for layer in range(LAYOUT.layers):
-            ticket.wait_layer(layer, 30)
-        ticket.wait(30)
-        assert all(pool.read(16 + i) == content_of(key) for i, key in enumerate(keys))
-        check_books(store)
-        if life == 1:
-            store.clear()
-            assert store.match(as_rows(keys)) == 0
-            given_nbytes = store.stats()["deallocated_nbytes"]
-            assert store.put(as_rows(keys), np.arange(16, 32)).wait(30).stored == 16
-            assert store.catalogue.delete(as_rows(keys)) == 16
-            assert store.stats()["deallocated_nbytes"] > given_nbytes > 0
+        live(store, keys, life)
         store.close()
 
 
