@@ -34,6 +34,17 @@ from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
 
 
+NOTHING_LEFT = {
+    "quiet": True,
+    "in flight": 0,
+    "writing": 0,
+    "busy": 0,
+    "kept": 0,
+    "staging": [3, 6, 3],
+    "slots": True,
+}
+
+
 @pytest.mark.timeout(240)  # what is interrupted may cost others the store's time-out, 20 s
 @pytest.mark.parametrize(("signals", "how"), [(2000, "plain"), (500, "scheduled")])
 def test_a_storm_of_signals_leaves_nothing_behind(tmp_path: Path, signals: int, how: str) -> None:
@@ -51,13 +62,7 @@ def test_a_storm_of_signals_leaves_nothing_behind(tmp_path: Path, signals: int, 
     assert found.pop("raised") >= signals
     found.pop("seed")
     assert found == {
-        "quiet": True,
-        "in flight": 0,
-        "writing": 0,
-        "busy": 0,
-        "kept": 0,
-        "staging": [3, 6, 3],
-        "slots": True,
+        **NOTHING_LEFT,
         "stored": 4,
         "why": [0, False, 0, "None"],
         "snapshot": True,
@@ -149,15 +154,7 @@ def test_an_interrupt_at_every_instruction(
     first = 1 + int(rng.integers(step))
     assert at_every_instruction(lambda: CALLS[name](store, keys, pool), after, step, first) > 10
     assert left(store, pool)["quiet"]
-    assert left(store, pool) == {
-        "quiet": True,
-        "in flight": 0,
-        "writing": 0,
-        "busy": 0,
-        "kept": 0,
-        "staging": [3, 6, 3],
-        "slots": True,
-    }
+    assert left(store, pool) == NOTHING_LEFT
     store.clear()
     store.close()
 
