@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.test_sglang import doctor
 
 from tutti.cli import main
 from tutti.errors import CapacityError, ConfigError
@@ -40,6 +41,7 @@ from tutti.transfers.store_config import StoreConfig
 
 ROOT = Path(__file__).parent.parent
 NEEDED = {"path": "/pools", "capacity": "1GiB"}
+COMMAND = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
 #: Each makes SGLang allocate its host pool on large pages.
 HUGE = ("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", "SGLANG_HUGEPAGE_SIZE")
 SHAPE = PageShape("kv", "mha", 1, 4, 0, (8192, 8192), 16, "bfloat16", "page_first", (4, 32, 32))
@@ -259,8 +261,7 @@ def test_metrics_show_that_nothing_is_found_until_a_flush(monkeypatch: pytest.Mo
 
 def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
-    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
-    assert main([*arguments, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
+    assert main([*COMMAND, "--option", "second_touch=true", "--", "--tp", "2"]) == 0
     line, _, note = capsys.readouterr().out.partition("\n")
     words = shlex.split(line)
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
@@ -273,9 +274,9 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert "capacity: 1 GiB (1073741824 bytes)" in note
     assert "append `--admin-api-key KEY` to this command" in note
     assert "--enable-cache-report" in words
-    assert main([*arguments, "--", "--admin-api-key", "k"]) == 0
+    assert main([*COMMAND, "--", "--admin-api-key", "k"]) == 0
     assert "everyone who reaches" not in capsys.readouterr().out
-    assert main([*arguments, "--mode", "linker"]) == 0
+    assert main([*COMMAND, "--mode", "linker"]) == 0
     words = shlex.split(capsys.readouterr().out.partition("\n")[0])
     config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
     parse_options(config["linker_extra_config"], LINKER, LINKER_OPTIONS)
@@ -286,7 +287,7 @@ def test_options_that_sglang_reads_have_its_types(
 ) -> None:
     """SGLang ends at a threshold that is a string."""
     monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
-    command = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
+    command = [*COMMAND]
     wanted = {
         "prefetch_threshold": 512,
         "prefetch_timeout_base": 2.5,
@@ -312,8 +313,7 @@ def test_options_that_sglang_reads_have_its_types(
 def test_the_launch_command_refuses_wrong_options(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
-    assert main([*arguments, "--option", option]) == 2
+    assert main([*COMMAND, "--option", option]) == 2
     assert option.split("=")[0] in capsys.readouterr().err
 
 
@@ -332,10 +332,9 @@ def test_the_launch_command_refuses_wrong_options(
 def test_the_launch_command_refuses_what_does_not_go_together(
     mode: str, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
-    assert main([*arguments, "--mode", mode, "--", *more]) == 2
+    assert main([*COMMAND, "--mode", mode, "--", *more]) == 2
     assert says in capsys.readouterr().err
-    assert main([*arguments, "--mode", "hicache", "--", "--pp-size", "2"]) == 0
+    assert main([*COMMAND, "--mode", "hicache", "--", "--pp-size", "2"]) == 0
 
 
 @pytest.mark.parametrize("mode", [HICACHE, LINKER])
@@ -343,8 +342,7 @@ def test_events_need_a_server_that_publishes(
     mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
-    arguments = ["sglang", "command", "--model", "m", "--path", "/no/p", "--capacity", "1GiB"]
-    arguments += ["--mode", mode, "--option"]
+    arguments = [*COMMAND, "--mode", mode, "--option"]
     assert main([*arguments, "kv_events=true"]) == 2
     assert "append `-- --kv-events-config JSON` to" in capsys.readouterr().err
     for more in (["--kv-events-config", "{}"], ["--kv-events-config={}"], ["--config", "c.yaml"]):
@@ -369,10 +367,8 @@ def test_a_disk_that_is_too_small_is_said_before_the_start(
 def test_memory_is_not_taken_for_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm")
-    main(["sglang", "doctor", "--path", "/dev/shm/tutti-doctor", "--json"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    (disk,) = [finding for finding in findings if finding["what"] == "disk"]
-    assert (disk["verdict"], "lost at a restart" in disk["text"]) == ("slow", True)
+    ((verdict, text),) = doctor(capsys, "disk", "--path", "/dev/shm/tutti-doctor")
+    assert (verdict, "lost at a restart" in text) == ("slow", True)
 
 
 def test_locked_memory_is_asked_for_by_drives_alone(
@@ -382,9 +378,8 @@ def test_locked_memory_is_asked_for_by_drives_alone(
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, limits[1]))
     try:
         for path, verdicts in ((str(tmp_path), []), ("nvme:0000:03:00.0", ["slow"])):
-            main(["sglang", "doctor", "--path", path, "--json"])
-            findings = json.loads(capsys.readouterr().out)["findings"]
-            assert [f["verdict"] for f in findings if f["what"] == "memlock"] == verdicts
+            found = doctor(capsys, "memlock", "--path", path)
+            assert [verdict for verdict, _ in found] == verdicts
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
 
@@ -406,20 +401,18 @@ def test_the_doctor_says_whether_a_host_pool_gets_large_pages(
     capsys: Any,
     monkeypatch: Any,
 ) -> None:
-    def found(*more: str) -> list[dict[str, str]]:
-        main(["sglang", "doctor", "--path", ".", "--json", *more])
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        return [finding for finding in findings if finding["what"] == "host pool"]
+    def found(*more: str) -> list[tuple[str, str]]:
+        return doctor(capsys, "host pool", "--path", ".", *more)
 
     facts = replace(probe.probe_memory(), transparent=transparent, collapses=collapses)
     monkeypatch.setattr(probe, "probe_memory", lambda *_: facts)
     monkeypatch.setattr(probe, "probe_cuda", lambda: probe.CudaFacts("13.0", gpus, ""))
     for name in HUGE:
         monkeypatch.delenv(name, raising=False)
-    assert [one["verdict"] for one in found()] == [verdict]
-    assert ("transparent_hugepage" in found()[0]["text"]) == (verdict == "slow")
+    ((given, text),) = found()
+    assert given == verdict and ("transparent_hugepage" in text) == (verdict == "slow")
     monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")  # reserved pages
-    assert [one["verdict"] for one in found()] == ["ok"]
+    assert [given for given, _ in found()] == ["ok"]
     assert not found("--mode", "linker")
 
 

@@ -86,6 +86,12 @@ def held(store: ObjectStore) -> list[bytes]:
     return found
 
 
+def check_whole(paths: list[str] | Path) -> None:
+    """A pool serves all that `made` put there."""
+    with tutti.open(paths) as store:
+        assert held(store) == KEYS
+
+
 @pytest.mark.parametrize(("before", "after"), [(SMALL, LARGE), (LARGE, SMALL), (LARGE, LARGE)])
 def test_everything_that_fits_goes_along(tmp_path: Path, before: int, after: int) -> None:
     paths = made(tmp_path, before)
@@ -240,8 +246,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
         with when_unlocked(lambda: tutti.open(paths)) as store:
             assert len(held(store)) == len(KEYS)
         resize.resize(paths, target)
-        with tutti.open(paths) as store:
-            assert len(held(store)) == len(KEYS)
+        check_whole(paths)
         assert sorted(os.listdir(tmp_path)) == ["left", "right"]
         target = SMALL + LARGE - target  # grows and shrinks in turn
     assert points >= 8, "too few places were tried"
@@ -276,8 +281,7 @@ def test_info_and_fsck_say_what_an_interrupted_resize_left(
     assert seen == {2, 3, 4}
     assert cli.main(["fsck", *paths, "--repair", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left_of_resize"] == []
-    with tutti.open(paths) as store:
-        assert len(held(store)) == len(KEYS)
+    check_whole(paths)
 
 
 def test_what_cannot_be_resized(tmp_path: Path) -> None:
@@ -293,8 +297,7 @@ def test_what_cannot_be_resized(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--through is only for pools on devices"):
         resize.resize(paths, LARGE, through=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
-    with tutti.open(paths) as store:
-        assert len(held(store)) == len(KEYS)
+    check_whole(paths)
 
 
 def test_who_may_not_give_files_away_is_told_before_anything_is_copied(
@@ -315,8 +318,7 @@ def test_who_may_not_give_files_away_is_told_before_anything_is_copied(
             assert cli.main(["resize", *paths, "--capacity", "48MiB"]) == 3
             assert "run as its owner" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
-    with tutti.open(paths) as store:
-        assert len(held(store)) == len(KEYS)
+    check_whole(paths)
 
 
 def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
@@ -333,8 +335,7 @@ def test_a_pool_that_was_opened_meanwhile_keeps_its_place(
     with pytest.raises(PoolInUse, match="opened meanwhile"):
         resize.resize(paths, LARGE)
     assert sorted(os.listdir(tmp_path)) == ["left", "right"]
-    with tutti.open(paths) as store:
-        assert len(held(store)) == len(KEYS)
+    check_whole(paths)
 
 
 @pytest.mark.parametrize(("size", "other"), [(SMALL, LARGE), (LARGE, SMALL)])
@@ -402,8 +403,7 @@ def test_a_resize_of_devices_is_killed_in_the_middle(tmp_path: Path, seed: int) 
             seen.add(name.endswith("-.tutti") if is_complete else name[-5:])
             resize.resize(devices, target, through=str(spools))
             assert not os.listdir(spools)
-            with tutti.open(devices) as store:
-                assert held(store) == KEYS
+            check_whole(devices)
             target = SMALL + LARGE - target
         else:
             pytest.fail("it was killed at every point")
@@ -432,8 +432,7 @@ def test_a_pool_that_is_used_after_an_interrupted_resize_keeps_what_is_new(
         with pytest.raises(PoolExists, match="was used after"):
             resize.resize(devices, LARGE, through=str(spools))
         (name,) = os.listdir(spools)
-        with tutti.open(spools / name) as store:
-            assert held(store) == KEYS
+        check_whole(spools / name)
         os.unlink(spools / name)
         assert resize.resize(devices, LARGE, through=str(spools)).kept == len(keys)
 
@@ -448,8 +447,7 @@ def test_a_read_that_fails_does_not_lose_the_object(
             patch.setattr(LoadTicket, "failed", lambda ticket: np.array([3]))
             with pytest.raises(MediumError, match="could not be read"):
                 resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
-        with tutti.open(devices) as store:
-            assert held(store) == KEYS
+        check_whole(devices)
 
 
 def test_objects_that_stay_unproven_end_a_resize(
@@ -472,8 +470,7 @@ def test_objects_that_stay_unproven_end_a_resize(
                 resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
         assert calls == [64, 64]
         resize.resize(devices, LARGE, through=str(tmp_path / "spools"))
-        with tutti.open(devices) as store:
-            assert held(store) == KEYS
+        check_whole(devices)
 
 
 def test_what_a_resize_of_devices_refuses(tmp_path: Path) -> None:
@@ -489,12 +486,10 @@ def test_what_a_resize_of_devices_refuses(tmp_path: Path) -> None:
             with pytest.raises(CapacityError, match="free space"):
                 resize.resize(devices, LARGE, through=str(spools))
         assert not os.listdir(spools)
-        with tutti.open(devices) as store:
-            assert held(store) == KEYS
+        check_whole(devices)
         assert killed_at(17, devices, LARGE, str(spools))
         (name,) = os.listdir(spools)
         assert name.endswith(".tutti")
         with pytest.raises(PoolExists, match="does not hold the pool whose objects are in"):
             resize.resize(foreign, LARGE, through=str(spools))
-        with tutti.open(foreign) as store:
-            assert held(store) == KEYS
+        check_whole(foreign)

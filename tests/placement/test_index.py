@@ -200,10 +200,6 @@ def test_only_the_listed_transitions_are_allowed(before: SlotState, after: SlotS
         assert index.state[0] == before
 
 
-def test_nothing_is_pinned_at_first() -> None:
-    assert not Index(4).busy().any()
-
-
 def test_pins_in_flight_count_and_do_not_expire() -> None:
     index = filled(8, 4)
     index.pin(as_slots(0, 1, 1))
