@@ -16,34 +16,15 @@ pytestmark = [pytest.mark.nvme, pytest.mark.timeout(450 * PATIENCE)]
 HERE = Path(__file__).parent
 PARITY_SUITE = [HERE.parent / f"parity/test_{what}.py" for what in ("controllers", "refusals")]
 
-BLKDEBUG = """
-[inject-error]
-event = "none"
-iotype = "read"
-errno = "5"
-sector = "800"
-once = "off"
-
-[inject-error]
-event = "none"
-iotype = "read"
-errno = "5"
-sector = "2400"
-once = "off"
-
-[inject-error]
-event = "none"
-iotype = "write"
-errno = "5"
-sector = "1600"
-once = "off"
-
-[inject-error]
-event = "none"
-iotype = "flush"
-errno = "5"
-once = "on"
-"""
+BLKDEBUG = "".join(
+    f'[inject-error]\nevent = "none"\niotype = "{kind}"\nerrno = "5"\n{more}\n\n'
+    for kind, more in (
+        ("read", 'sector = "800"\nonce = "off"'),
+        ("read", 'sector = "2400"\nonce = "off"'),
+        ("write", 'sector = "1600"\nonce = "off"'),
+        ("flush", 'once = "on"'),
+    )
+)
 SLOW_NBYTES_PER_S = 4 * MiB
 
 

@@ -81,6 +81,22 @@ def opened(
     )
 
 
+def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
+    """What a close leaves behind, or a crash at a quiet moment."""
+    assert store._core.wait_quiet(5)
+    members = store.members.count
+    images = images_of(store.controller, members)
+    controller = store.controller
+    if clean:
+        controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
+        store.close()
+        images = images_of(controller, members)
+        close()
+    else:
+        store.close()
+    return images
+
+
 def some_keys(rng: np.random.Generator, n: int) -> Bytes:
     return rng.integers(0, 256, (n, 16), dtype=np.uint8)
 

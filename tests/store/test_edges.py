@@ -27,6 +27,7 @@ from store.pools import (
     fill,
     formatted,
     images_of,
+    left_by,
     opened,
     put_some,
     some_keys,
@@ -268,12 +269,8 @@ def test_a_void_that_keeps_failing_leaves_the_pool_open(rng: np.random.Generator
     assert store._core.wait_quiet(5)
     assert store.stats()["slots"]["quarantined"] > 0
     controller.set_faults(None)
-    controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
-    store.close()
-    images = images_of(controller)
-    close()
-    with opened(images) as again:  # what could not be voided is still there, and right
-        again.wait_recovered(5)
+    with opened(left_by(store, clean=True)) as again:
+        again.wait_recovered(5)  # what could not be voided is still there, and right
         again.allocate_memory(24)
         assert sum(again.match(key[None]) for key in keys) == stored
         assert again.stats()["slots"]["unproven"] == stored
@@ -328,9 +325,7 @@ def test_a_late_deallocate_refuses_further_calls(rng: np.random.Generator) -> No
 def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
     store = opened(formatted())
     keys = put_some(store, rng, 8)
-    images = images_of(store.controller)
-    store.close()
-    controller = controller_of(images)
+    controller = controller_of(left_by(store, clean=False))
     controller.fault_range(1, TABLE_LBA + 5, 1, OPCODE_READ, STATUS_UNRECOVERED_READ, 2)
     with opened([], controller=controller) as store:
         store.wait_recovered(5)
@@ -340,14 +335,9 @@ def test_one_unreadable_block_is_one_slot(rng: np.random.Generator) -> None:
 
 
 def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
-    controller = controller_of(formatted())
-    store = opened([], controller=controller)
+    store = opened(formatted())
     keys = put_some(store, rng, 4)
-    controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
-    store.close()
-    images = images_of(controller)
-    close()
-    controller = controller_of(images)
+    controller = controller_of(left_by(store, clean=True))
     blocks = GEOMETRY.snapshot_nbytes // 4096
     fault = (OPCODE_READ, STATUS_UNRECOVERED_READ, 10)
     controller.fault_range(1, GEOMETRY.snapshot_offset // 4096, blocks, *fault)
@@ -358,9 +348,7 @@ def test_an_unreadable_snapshot_is_a_scan(rng: np.random.Generator) -> None:
 def test_proving_needs_no_memory_of_the_users(rng: np.random.Generator) -> None:
     store = opened(formatted())
     keys = put_some(store, rng, 8)
-    images = images_of(store.controller)
-    store.close()
-    with opened(images) as store:
+    with opened(left_by(store, clean=False)) as store:
         store.wait_recovered(5)
         assert store.prove() == 8
         assert store.match(keys, proven=True) == 8

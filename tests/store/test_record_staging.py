@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_until
 
 import tutti
-from store.pools import GEOMETRY, fill, formatted, images_of, opened, some_keys
+from store.pools import GEOMETRY, fill, formatted, left_by, opened, some_keys
 from tutti.base.units import MiB
 from tutti.errors import CapacityError
 from tutti.medium.layout import KVLayout
@@ -33,12 +33,7 @@ def test_more_records_than_a_block_holds(
     memory = store.allocate_memory(N)
     contents = fill(memory, range(N), rng)
     assert store.put(keys, pages).wait(20).stored == N
-    controller, close = store.controller, store.controller.close
-    controller.close = lambda: None  # type: ignore[method-assign]
-    store.close()
-    images = images_of(controller)
-    close()
-    with opened(images) as again:  # it knows no digests
+    with opened(left_by(store, clean=True)) as again:  # it knows no digests
         memory = again.allocate_memory(N)
         ticket = again.load(keys, pages)
         ticket.wait(20)

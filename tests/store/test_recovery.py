@@ -20,6 +20,7 @@ from store.pools import (
     fill,
     formatted,
     images_of,
+    left_by,
     opened,
     some_keys,
 )
@@ -31,22 +32,6 @@ from tutti.store import ObjectStore
 from tutti.transfers.catalogue import Catalogue
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadProgress
-
-
-def left_by(store: ObjectStore, *, clean: bool) -> list[Bytes]:
-    """What a close leaves behind, or a crash at a quiet moment."""
-    assert store._core.wait_quiet(5)
-    members = store.members.count
-    images = images_of(store.controller, members)
-    controller = store.controller
-    if clean:
-        controller.close, close = lambda: None, controller.close  # type: ignore[method-assign]
-        store.close()
-        images = images_of(controller, members)
-        close()
-    else:
-        store.close()
-    return images
 
 
 def recovered(images: list[Bytes], **options: Any) -> ObjectStore:

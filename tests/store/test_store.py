@@ -13,7 +13,7 @@ from store.pools import (
     LAYOUT,
     fill,
     formatted,
-    images_of,
+    left_by,
     opened,
     put_some,
     some_keys,
@@ -223,10 +223,8 @@ def test_clear_forgets_everything(rng: np.random.Generator) -> None:
     assert store.members.superblock(0).epoch != epoch
     assert store.match(keys) == 0
     store.put(keys[:4], np.arange(4)).wait(5)
-    images = images_of(store.controller, 2)
-    store.close()
-    with opened(images) as again:  # not closed cleanly: the old records are still on the medium
-        again.wait_recovered(5)
+    with opened(left_by(store, clean=False)) as again:
+        again.wait_recovered(5)  # the old records are still on the medium
         assert again.match(keys) == 4
 
 
