@@ -14,16 +14,11 @@ from pathlib import Path
 
 import pytest
 from cluster.cable import Cable
+from free_ports import free_port
 
 WAIT_S = 30.0
 _HERE = "127.0.0.1"
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HERE, 0))
-        return int(probe.getsockname()[1])
 
 
 def _folder() -> Path:

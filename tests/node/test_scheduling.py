@@ -15,7 +15,7 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 import tutti
-from store.policies import DropsLong, Never, OneByOne
+from store.policies import DropsLong, LayerByLayer, Never, OneByOne
 from store.pools import fill, put_some, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
 from tutti.gio_uring.job import Job
@@ -34,15 +34,6 @@ from tutti.transfers.tickets import Outcome
 
 WAIT_S = 30.0
 KNOWN = ("cache", "measured", "estimated")
-
-
-class LayerByLayer(OneByOne):
-    """Writes go at once; one layer of each load at a time, once those before arrived."""
-
-    def decide(self, state: State) -> Decision:
-        idle = [load for load in state.unread.values() if load.issued == load.ready]
-        reads = tuple(Issue(load.name, load.issued, 1) for load in idle)
-        return Decision(reads, super().decide(state).writes)
 
 
 class HalfOfEach(Never):

@@ -23,6 +23,23 @@ class OneByOne(Never):
         return Decision(writes=tuple(Issue(w.name, w.issued, 1) for w in waiting))
 
 
+class WritesOnly(Never):
+    """A policy that issues no load."""
+
+    def decide(self, state: State) -> Decision:
+        waiting = state.unwritten.values()
+        return Decision(writes=tuple(Issue(w.name, w.issued, w.pages - w.issued) for w in waiting))
+
+
+class LayerByLayer(WritesOnly):
+    """A policy that issues one layer of each load when it is asked, once those before arrived."""
+
+    def decide(self, state: State) -> Decision:
+        idle = [load for load in state.unread.values() if load.issued == load.ready]
+        reads = tuple(Issue(load.name, load.issued, 1) for load in idle)
+        return Decision(reads, super().decide(state).writes)
+
+
 class DropsLong(Never):
     """A policy that launches single pages, and gives up the other writes when it is told to."""
 

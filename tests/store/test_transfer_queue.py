@@ -14,7 +14,7 @@ from memory_controller import Faults
 from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
-from store.policies import DropsLong, Never, OneByOne
+from store.policies import DropsLong, LayerByLayer, Never, OneByOne, WritesOnly
 from store.pools import GEOMETRY, controller_of, formatted, opened, put_some, some_keys
 from tutti.errors import CapacityError, ConfigError, KeyMissing, TuttiError
 from tutti.gio_uring.job import Job
@@ -24,7 +24,7 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import StepBegan, StepEnded, WriteKnown
 from tutti.scheduler.loads_and_writes import Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
-from tutti.scheduler.state import Decision, Issue, State
+from tutti.scheduler.state import Decision, State
 from tutti.store import ObjectStore
 from tutti.transfers.put_request import PutPart, PutTogether
 from tutti.transfers.tickets import Outcome, PutResult
@@ -226,23 +226,6 @@ def test_a_load_that_is_interrupted_is_forgotten(
                 store.load(keys, [2, 3])
         assert not store._queue._loads
         assert store._core.wait_quiet(10.0), "nothing of it is under way"
-
-
-class WritesOnly(Never):
-    """A policy that issues no load."""
-
-    def decide(self, state: State) -> Decision:
-        waiting = state.unwritten.values()
-        return Decision(writes=tuple(Issue(w.name, w.issued, w.pages - w.issued) for w in waiting))
-
-
-class LayerByLayer(WritesOnly):
-    """A policy that issues one layer of each load when it is asked, once those before arrived."""
-
-    def decide(self, state: State) -> Decision:
-        idle = [load for load in state.unread.values() if load.issued == load.ready]
-        reads = tuple(Issue(load.name, load.issued, 1) for load in idle)
-        return Decision(reads, super().decide(state).writes)
 
 
 def stored(policy: Callable[[Limits], Any], rng: np.random.Generator, **more: Any) -> Any:
