@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -57,6 +58,14 @@ def memory_given_back() -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture
+def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Opens rigs on the stand-in for a GPU, in the test's folder."""
+    from linker_gpu import gpu_rig
+
+    return functools.partial(gpu_rig, tmp_path, monkeypatch)
 
 
 @pytest.fixture

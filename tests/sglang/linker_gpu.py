@@ -4,7 +4,7 @@ the CUDA driver takes for a GPU's.  It shows order, ownership and bytes; no GPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,10 @@ class GpuRig(Rig):
 
     def drain(self) -> None:
         engine.wait_for(lambda: self.driver.is_stream_done(self.streams.forward))
+
+
+#: As `gpu_rig` below, in a folder of the test's own: a fixture of conftest.py.
+RigOf = Callable[..., AbstractContextManager[GpuRig]]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from linker_engine import FlatProfile, ahead_pages, names, wait_for
-from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
+from linker_gpu import GpuRig, RigOf, gpu_rig, stand_in_gpu
 from linker_states import KINDS, StatesRig
 from node.agents import LOOKUP_S, running, start_process
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -37,15 +37,9 @@ ONE_QUEUE: dict[str, object] = {"has_copy_batch": False, "queues": 1}
     ids=["mha-streams", "mla-ahead-streams", "mha-ahead-one queue", "mla-one queue"],
 )
 def test_pages_come_back_byte_for_byte(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    ahead: float,
-    driver_options: dict[str, object],
+    rig_of: RigOf, kind: str, ahead: float, driver_options: dict[str, object]
 ) -> None:
-    with gpu_rig(
-        tmp_path, monkeypatch, kind, driver_options=driver_options, read_ahead_share=ahead
-    ) as rig:
+    with rig_of(kind, driver_options=driver_options, read_ahead_share=ahead) as rig:
         rig.round_trip(range(3, 13), [40, 20, 21, 22, 60, 1, 2, 30, 31, 5], ahead)
 
 
@@ -114,10 +108,8 @@ def test_the_gpu_compares_the_digests_of_windows_too(
             assert compared >= len(pool.kv_pool.spans), name
 
 
-def test_the_forwards_stream_waits_and_not_its_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+def test_the_forwards_stream_waits_and_not_its_thread(rig_of: RigOf) -> None:
+    with rig_of(read_ahead_share=0.0) as rig:
         rig.fill(2)
         want = [rig.content(range(8), [layer]) for layer in range(engine.LAYERS)]
         assert rig.store(names(8), range(8))
@@ -143,9 +135,9 @@ def test_the_forwards_stream_waits_and_not_its_thread(
 
 @pytest.mark.parametrize("held", ["copies", "batch before"])
 def test_the_time_of_a_load_has_the_copies_in_it_and_the_batch_before_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+    rig_of: RigOf, held: str
 ) -> None:
-    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+    with rig_of(read_ahead_share=0.0) as rig:
         rig.stored(8)
         stream = rig.linker._gpu.copy_stream if held == "copies" else rig.streams.forward
         busy = rig.hold(stream)
@@ -172,7 +164,7 @@ def test_the_time_of_a_load_has_the_copies_in_it_and_the_batch_before_not(
 
 
 def test_pools_that_cannot_be_opened_give_the_gpu_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed, close = [], Gpu.close
 
@@ -180,15 +172,15 @@ def test_pools_that_cannot_be_opened_give_the_gpu_back(
         closed.append(gpu)
         close(gpu, timeout_s)
 
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+    with rig_of() as rig:
         monkeypatch.setattr(Gpu, "close", counted)
-        with pytest.raises(PoolInUse), gpu_rig(tmp_path, monkeypatch):
+        with pytest.raises(PoolInUse), rig_of():
             pass
         assert len(closed) == 1 and closed[0] is not rig.linker._gpu
 
 
-def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+def test_the_end_waits_for_all_copies(rig_of: RigOf) -> None:
+    with rig_of() as rig:
         want = rig.stored(4)
         rig.wipe()
         assert rig.lookup(names(4)) == 4
@@ -210,10 +202,8 @@ def test_the_end_waits_for_all_copies(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
-def test_a_key_is_read_once_however_many_slots_want_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, load_staging="200KiB", read_ahead_share=ahead) as rig:
+def test_a_key_is_read_once_however_many_slots_want_it(rig_of: RigOf, ahead: float) -> None:
+    with rig_of(load_staging="200KiB", read_ahead_share=ahead) as rig:
         want = rig.stored(8)
         rig.wipe()
         before = rig.stored_pool.store.stats()["loaded"]
@@ -232,10 +222,8 @@ def test_a_key_is_read_once_however_many_slots_want_it(
         assert rig.content([0, 7, 21, 32]) == [bytes(len(want[0]))] * 4, "no other page was touched"
 
 
-def test_offloads_read_pages_after_the_forward_wrote_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+def test_offloads_read_pages_after_the_forward_wrote_them(rig_of: RigOf) -> None:
+    with rig_of() as rig:
         busy = rig.hold(rig.streams.forward)
         assert rig.offload(names(6), range(6))
         time.sleep(0.05)
@@ -249,10 +237,8 @@ def test_offloads_read_pages_after_the_forward_wrote_them(
         rig.check_restored(names(6), range(20, 26), want)
 
 
-def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, store_staging=8 * SLOT) as rig:
+def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(rig_of: RigOf) -> None:
+    with rig_of(backlog_share=0.0, store_staging=8 * SLOT) as rig:
         rig.fill(6)
         want = rig.content(range(6))
         assert rig.offload(names(6), range(6))
@@ -266,10 +252,8 @@ def test_a_backlog_beyond_its_bound_is_copied_out_then_dropped(
         rig.check_restored(names(6), range(20, 26), want)
 
 
-def test_what_the_gpu_does_not_copy_out_stays_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+def test_what_the_gpu_does_not_copy_out_stays_locked(rig_of: RigOf) -> None:
+    with rig_of(backlog_share=0.0, load_timeout_s=0.2) as rig:
         busy = rig.hold(rig.linker._gpu.leaving)
         assert rig.offload(names(4), range(4))
         wait_for(lambda: bool(rig.linker.error_log.counts))
@@ -280,10 +264,8 @@ def test_what_the_gpu_does_not_copy_out_stays_locked(
         rig.linker.reset()
 
 
-def test_pages_that_the_gpu_copied_out_too_late_are_sglangs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+def test_pages_that_the_gpu_copied_out_too_late_are_sglangs_again(rig_of: RigOf) -> None:
+    with rig_of(backlog_share=0.0, load_timeout_s=0.2) as rig:
         free = rig.stored_pool.stores.free
         busy = rig.hold(rig.linker._gpu.leaving)
         assert rig.offload(names(4), range(4))
@@ -297,11 +279,9 @@ def test_pages_that_the_gpu_copied_out_too_late_are_sglangs_again(
         assert rig.store(names(4), range(4)), "and what comes later is served"
 
 
-def test_sglang_unmaps_its_kv_when_nothing_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_manager: Any
-) -> None:
+def test_sglang_unmaps_its_kv_when_nothing_reads_it(rig_of: RigOf, real_manager: Any) -> None:
     """Through SGLang's own request, with the plugin."""
-    with gpu_rig(tmp_path, monkeypatch, backlog_share=0.0, load_timeout_s=0.2) as rig:
+    with rig_of(backlog_share=0.0, load_timeout_s=0.2) as rig:
         paused: list[int] = []
         saver = SimpleNamespace(pause=lambda tag: paused.append(rig.linker.backlog.locked))
         real_manager.memory_saver_adapter = saver
@@ -318,9 +298,9 @@ def test_sglang_unmaps_its_kv_when_nothing_reads_it(
         assert paused == [0]
 
 
-def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_copy_fails_the_batch(rig_of: RigOf) -> None:
     """The GPU digests pages, and compares them after their copies; the CPU does neither."""
-    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
+    with rig_of(read_ahead_share=0.0, profile="off") as rig:
         want = rig.stored(10)
         rig.check_restored(names(10), range(20, 30), want)
         assert rig.kernels.verified == 2 * engine.LAYERS
@@ -340,10 +320,8 @@ def test_a_wrong_copy_fails_the_batch(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuEventRecord"])
-def test_a_failing_call_fails_the_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0) as rig:
+def test_a_failing_call_fails_the_batch(rig_of: RigOf, call: str) -> None:
+    with rig_of(read_ahead_share=0.0) as rig:
         want = rig.stored(6)
         assert rig.load(names(6), range(20, 26))
         fail_soon(rig, call)
@@ -356,10 +334,8 @@ def fail_soon(rig: GpuRig, call: str) -> None:
     rig.driver.fail[call] = {"cuEventRecord": 6, "cuStreamWaitEvent": 5}.get(call, 1)
 
 
-def test_slots_that_are_no_pages_move_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+def test_slots_that_are_no_pages_move_nothing(rig_of: RigOf) -> None:
+    with rig_of() as rig:
         rig.stored(2)
         rig.wipe()
         wrong = engine.transfer(names(2), range(2))
@@ -374,11 +350,11 @@ def test_host_memory_needs_no_gpu() -> None:
 
 
 def test_waits_of_the_stream_are_bubbles_and_tell_the_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward's thread is far ahead; the stream that computes marks where it is."""
     monkeypatch.setattr(linker_module, "served_profile", lambda *_: (FlatProfile(), "given"))
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+    with rig_of() as rig:
         scheduler = rig.stored_pool.store.scheduler
         assert scheduler is not None
         rig.stored(10)

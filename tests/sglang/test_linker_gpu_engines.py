@@ -13,7 +13,7 @@ from pathlib import Path
 import linker_engine as engine
 import pytest
 from linker_engine import damage, names, wait_for
-from linker_gpu import GpuRig, gpu_rig, stand_in_gpu
+from linker_gpu import GpuRig, RigOf, gpu_rig, stand_in_gpu
 from linker_states import KINDS as POOLS
 from linker_states import StatesRig
 
@@ -46,10 +46,10 @@ def stats_of(rig: GpuRig) -> dict[str, object]:
 @pytest.mark.parametrize("gpu_engine", KINDS)
 @pytest.mark.parametrize(("kind", "ahead"), [("mha", 0.0), ("mla", 0.5)])
 def test_pages_come_back_byte_for_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str, kind: str, ahead: float
+    rig_of: RigOf, gpu_engine: str, kind: str, ahead: float
 ) -> None:
     """With the engine `host`: test_linker_gpu.py."""
-    with gpu_rig(tmp_path, monkeypatch, kind, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
+    with rig_of(kind, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
         rig.round_trip(range(3, 13), [40, 20, 21, 22, 60, 1, 2, 30, 31, 5], ahead)
         assert stats_of(rig)["gpu_engine"] == gpu_engine
         assert int(str(stats_of(rig)["gpu_layers"])) >= engine.LAYERS
@@ -69,9 +69,9 @@ def test_states_and_windows_come_back(
     ("gpu_engine", "ahead"), [*((name, 0.0) for name in ENGINES), ("host", 0.5)]
 )
 def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str, ahead: float
+    rig_of: RigOf, tmp_path: Path, gpu_engine: str, ahead: float
 ) -> None:
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
+    with rig_of(gpu_engine=gpu_engine, read_ahead_share=ahead) as rig:
         rig.stored(10)
         damage(rig.file(tmp_path))
         assert rig.load(names(10), range(20, 30))
@@ -86,15 +86,13 @@ def test_a_damaged_medium_fails_the_batch_and_lets_the_stream_go(
 
 
 @pytest.mark.parametrize("gpu_engine", KINDS)
-def test_a_deadline_fails_the_batch_and_the_linker_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
-) -> None:
+def test_a_deadline_fails_the_batch_and_the_linker_closes(rig_of: RigOf, gpu_engine: str) -> None:
     """Commands of the middle layer are never answered: the pages stay SGLang's to keep, the close
     resets the controller, and the pool serves again.
     """
     # The close must not wait timeout_s for the commands that never end.
     limits = {"load_timeout_s": 0.5, "timeout_s": 600.0, "read_ahead_share": 0.0}
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, **limits) as rig:
+    with rig_of(gpu_engine=gpu_engine, **limits) as rig:
         want = rig.stored(6)
         rig.kernels.lost = {1}
         assert rig.load(names(6), range(20, 26))
@@ -105,7 +103,7 @@ def test_a_deadline_fails_the_batch_and_the_linker_closes(
         rig.drain()
         with pytest.raises(DeviceTimeout, match="restart the server"):
             rig.linker.finish_layer_wise_loading(index)
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
+    with rig_of(gpu_engine=gpu_engine) as rig:
         wait_for(lambda: rig.lookup(names(6)) == 6)  # what the reset ended is proven again
         rig.check_restored(names(6), range(30, 36), want)
 
@@ -124,10 +122,8 @@ def test_after_a_crash_pages_are_proven_before_they_are_found(
 
 
 @pytest.mark.parametrize("gpu_engine", ENGINES)
-def test_a_reset_of_the_linker_waits_for_what_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_engine: str
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine) as rig:
+def test_a_reset_of_the_linker_waits_for_what_moves(rig_of: RigOf, gpu_engine: str) -> None:
+    with rig_of(gpu_engine=gpu_engine) as rig:
         rig.stored(6)
         assert rig.load(names(6), range(20, 26))
         index = rig.linker.start_layer_wise_loading()
@@ -182,11 +178,9 @@ def test_auto_chooses_by_tier_and_profile_and_gives_the_reason_once(
     assert len(lines) == 1 and chosen in lines[0] and why in lines[0]
 
 
-def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(rig_of: RigOf) -> None:
     # Without a profile a put is one issue, however slow the machine is now.
-    with gpu_rig(tmp_path, monkeypatch, **WIDE, profile="off") as rig:
+    with rig_of(**WIDE, profile="off") as rig:
         rig.fill(1)
         want = rig.content(range(48))
         assert rig.store(names(8), range(8))
@@ -204,7 +198,7 @@ def test_many_short_fragments_go_by_a_kernel_and_few_by_copy_engines(
 @pytest.mark.parametrize(("connections", "streams"), [("4", 2), ("8", 2), ("32", 4)])
 @pytest.mark.parametrize("mover", ["auto", "kernel"])
 def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
-    tmp_path: Path,
+    rig_of: RigOf,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     connections: str,
@@ -212,7 +206,7 @@ def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
     mover: str,
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    with gpu_rig(tmp_path, monkeypatch, **WIDE, gpu_mover=mover, profile="off") as rig:
+    with rig_of(**WIDE, gpu_mover=mover, profile="off") as rig:
         # Four of SGLang's streams, two of the linker's, and the engine's.
         assert ("4 CUDA streams have no hardware queue" in caplog.text) == (connections == "4")
         assert ("no hardware queue" in caplog.text) == (connections == "4")
@@ -221,21 +215,19 @@ def test_layers_take_two_streams_by_turns_as_far_as_hardware_queues_go(
 
 
 def test_without_device_code_short_fragments_go_by_copy_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object, **__: object) -> bytes:
         raise Unsupported("no NVRTC")
 
     monkeypatch.setattr(KernelShare, "__init__", refused)
-    with gpu_rig(tmp_path, monkeypatch, **WIDE) as rig:
+    with rig_of(**WIDE) as rig:
         rig.round_trip(SCATTERED, SCATTERED)
         assert stats_of(rig)["gpu_mover"] == "copy-batch"
 
 
-def test_an_engine_that_cannot_be_made_leaves_nothing_pinned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with gpu_rig(tmp_path, monkeypatch) as rig:
+def test_an_engine_that_cannot_be_made_leaves_nothing_pinned(rig_of: RigOf) -> None:
+    with rig_of() as rig:
         pool, pinned = rig.stored_pool, dict(rig.driver._registered)
         assert pool.gpu is not None
         rig.driver.fail["cuEventCreate"] = 1  # the verifier's tables are pinned by then

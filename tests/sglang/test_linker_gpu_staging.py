@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import linker_engine as engine
 import pytest
 from gio_uring.cuda_stand_in import StandInDriver
 from linker_engine import PAGE, names, wait_for
-from linker_gpu import GpuRig, gpu_rig
+from linker_gpu import GpuRig, RigOf
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from tutti.base import memory_pressure
@@ -39,7 +38,7 @@ def staging_of(rig: GpuRig) -> tuple[int, str]:
 @pytest.mark.parametrize("gpu_engine", ["host", KINDS[0]])
 @pytest.mark.parametrize("pages", [4, 32])
 def test_staging_holds_two_loads_of_the_longest_context(
-    tmp_path: Path,
+    rig_of: RigOf,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     pages: int,
@@ -52,7 +51,7 @@ def test_staging_holds_two_loads_of_the_longest_context(
 
     monkeypatch.setattr(engine, "ReqToTokenPool", pool)
     caplog.set_level(logging.INFO, "tutti.integration.sglang.direct.gpu_copies")
-    with gpu_rig(tmp_path, monkeypatch, gpu_engine=gpu_engine, profile="off") as rig:
+    with rig_of(gpu_engine=gpu_engine, profile="off") as rig:
         nbytes, reason = staging_of(rig)
         layers = engine.LAYERS * pages * SLICE  # fewer than four
         assert 2 * layers < nbytes <= 2 * (layers + (16 << 10))
@@ -69,11 +68,11 @@ def test_staging_holds_two_loads_of_the_longest_context(
     ids=["the node's memory", "the least", "more than needed"],
 )
 def test_staging_is_bounded_by_the_nodes_memory_and_by_the_least(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes_of_node: int, floor: int, expected: int
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch, nbytes_of_node: int, floor: int, expected: int
 ) -> None:
     monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", floor)
     monkeypatch.setattr(staging_size, "total_nbytes", lambda: nbytes_of_node)
-    with gpu_rig(tmp_path, monkeypatch, profile="off") as rig:
+    with rig_of(profile="off") as rig:
         nbytes, reason = staging_of(rig)
         assert nbytes == expected
         assert ("not enough" in reason) == (expected < 8 << 20)
@@ -81,7 +80,7 @@ def test_staging_is_bounded_by_the_nodes_memory_and_by_the_least(
 
 
 def test_ranks_load_as_much_whatever_is_free_when_they_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang takes a rank's answer to a load as that of all of them."""
     monkeypatch.setattr(staging_size, "_FLOOR_NBYTES", 4096)
@@ -89,13 +88,13 @@ def test_ranks_load_as_much_whatever_is_free_when_they_start(
     for free_kib in (1 << 15, 1 << 30):
         facts = {"MemTotal:": 1 << 16, "MemAvailable:": free_kib}
         monkeypatch.setattr(memory_pressure, "_numbers", lambda path, facts=facts: facts)
-        with gpu_rig(tmp_path, monkeypatch, gpu_engine=KINDS[0], profile="off") as rig:
+        with rig_of(gpu_engine=KINDS[0], profile="off") as rig:
             most.append(rig.stored_pool.batch_pages_max)
     assert most[0] == most[1] and most[0] is not None
 
 
 def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer's copies are followed by a look at which chunks have their last layer by then."""
     read: dict[int, list[bool]] = {}
@@ -111,7 +110,7 @@ def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
             )
 
     options = {"gpu_staging": "144KiB", "profile": "off", "backlog_share": 1.0}
-    with gpu_rig(tmp_path, monkeypatch, **options) as rig:
+    with rig_of(**options) as rig:
         monkeypatch.setattr(MovedJob, "_put_layer", noted)
         rig.round_trip(ALL, ALL)
     assert sorted(read) == list(range(engine.LAYERS))
@@ -121,19 +120,17 @@ def test_a_layer_is_there_before_a_later_chunk_was_read_to_its_end(
 
 
 @pytest.mark.parametrize("kind", ["host", *KINDS])
-def test_staging_without_room_for_a_page_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_staging_without_room_for_a_page_is_refused_at_the_start(rig_of: RigOf, kind: str) -> None:
     options = {"gpu_staging": "4KiB", "gpu_engine": kind}
     with (
         pytest.raises(CapacityError, match="page of one layer"),
-        gpu_rig(tmp_path, monkeypatch, **options),
+        rig_of(**options),
     ):
         pass
 
 
 def test_the_schedulers_thread_waits_for_no_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call but the one that ends a batch returns while the SSD stands still."""
     held: list[Job] = []
@@ -144,7 +141,7 @@ def test_the_schedulers_thread_waits_for_no_command(
         held.append(job)
         return job
 
-    with gpu_rig(tmp_path, monkeypatch, read_ahead_share=0.0, profile="off") as rig:
+    with rig_of(read_ahead_share=0.0, profile="off") as rig:
         want = rig.stored(8)
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "submit", frozen)
