@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -66,6 +67,25 @@ def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from linker_gpu import gpu_rig
 
     return functools.partial(gpu_rig, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """Opens HiCache's storages on one path and closes them afterwards."""
+    import host_pools
+
+    from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+
+    with contextlib.ExitStack() as stack:
+
+        def one(pool: Any, **changes: Any) -> TuttiHiCacheStorage:
+            storage = TuttiHiCacheStorage(host_pools.config(tmp_path, **changes), {})
+            stack.callback(storage.close)
+            storage.register_mem_pool_host(pool)
+            storage.on_host_pools_registered()
+            return storage
+
+        yield one
 
 
 @pytest.fixture

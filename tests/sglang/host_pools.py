@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+#: Opens a storage for a pool, with changes of `config`: a fixture of conftest.py.
+Make = Callable[..., Any]
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 LAYERS, HEADS, HEAD_DIM, PAGES = 4, 4, 32, 24
 _CPU = torch.device("cpu")

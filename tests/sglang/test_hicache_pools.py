@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,6 @@ from tutti.integration.sglang.host import host_store
 from tutti.integration.sglang.identity import ServedModel
 from tutti.integration.sglang.weights import WeightsWatch
 
-Make = Callable[..., TuttiHiCacheStorage]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Opens storages on one path and closes them afterwards."""
-    made = []
-
-    def one(pool: Any, **changes: Any) -> TuttiHiCacheStorage:
-        storage = TuttiHiCacheStorage(hp.config(tmp_path, **changes), {})
-        made.append(storage)
-        storage.register_mem_pool_host(pool)
-        storage.on_host_pools_registered()
-        return storage
-
-    yield one
-    for storage in made:
-        storage.close()
-
 
 def hashes(n: int, start: int = 0) -> list[str]:
     return [f"{i:064x}" for i in range(start + 1, start + n + 1)]
@@ -62,7 +42,7 @@ def pages_of(rng: random.Random, n: int) -> list[int]:
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("kind", [hp.mha_pool, hp.mla_pool])
 def test_pages_come_back_into_other_places(
-    make: Make, layout: str, page_size: int, kind: Any, seed: int
+    make: hp.Make, layout: str, page_size: int, kind: Any, seed: int
 ) -> None:
     rng = random.Random(seed)
     pool = kind(layout, page_size)
@@ -82,7 +62,7 @@ def test_pages_come_back_into_other_places(
 
 
 @pytest.mark.parametrize("layout", hp.LAYOUTS)
-def test_pages_survive_the_process(make: Make, layout: str, seed: int) -> None:
+def test_pages_survive_the_process(make: hp.Make, layout: str, seed: int) -> None:
     pool = hp.mha_pool(layout)
     hp.fill(pool, seed)
     want = [hp.page_bytes(pool, page) for page in range(6)]
@@ -98,7 +78,7 @@ def test_pages_survive_the_process(make: Make, layout: str, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", hp.LAYOUTS)
 def test_copying_calls_and_zero_copy_hold_the_same_pages(
-    make: Make, layout: str, seed: int
+    make: hp.Make, layout: str, seed: int
 ) -> None:
     pool = hp.mha_pool(layout)
     storage = make(pool)
@@ -122,7 +102,7 @@ def test_copying_calls_and_zero_copy_hold_the_same_pages(
     assert not storage.set("ee" * 32, torch.zeros(3)), "a page of the wrong size was taken"
 
 
-def test_a_gap_ends_what_is_served(make: Make, seed: int) -> None:
+def test_a_gap_ends_what_is_served(make: hp.Make, seed: int) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
     hp.fill(pool, seed)
@@ -135,7 +115,7 @@ def test_a_gap_ends_what_is_served(make: Make, seed: int) -> None:
 
 @pytest.mark.parametrize("verify", ["always", "off"])
 def test_flipped_bits_are_a_miss_unless_nobody_looks(
-    make: Make, tmp_path: Path, verify: str, seed: int
+    make: hp.Make, tmp_path: Path, verify: str, seed: int
 ) -> None:
     pool = hp.mha_pool("page_first_direct")
     storage = make(pool, options={"verify": verify})
@@ -160,7 +140,7 @@ def test_flipped_bits_are_a_miss_unless_nobody_looks(
 
 
 def test_errors_are_answers_logged_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
@@ -190,7 +170,7 @@ def test_errors_are_answers_logged_once(
 
 @pytest.mark.parametrize("what", ["load", "put"])
 def test_host_pages_are_kept_while_the_device_may_use_them(
-    make: Make, monkeypatch: pytest.MonkeyPatch, what: str, seed: int
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch, what: str, seed: int
 ) -> None:
     """SGLang reuses the pages as soon as the call returns."""
     pool = hp.mha_pool("page_first")
@@ -257,7 +237,7 @@ class _Late:
         return self._go.wait(timeout_s) and bool(self._ticket.wait_settled(timeout_s))
 
 
-def test_a_closed_storage_misses(make: Make) -> None:
+def test_a_closed_storage_misses(make: hp.Make) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
     where = hp.indices(pool, [0])
@@ -272,7 +252,7 @@ def test_a_closed_storage_misses(make: Make) -> None:
 
 
 def test_every_difference_in_identity_misses(
-    make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
+    make: hp.Make, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The name counts where SGLang's arguments, which other tests may have published, say no path.
     monkeypatch.setattr(adapter, "served_model", ServedModel)
@@ -295,14 +275,14 @@ def test_every_difference_in_identity_misses(
         assert make(pool).batch_exists(hashes(2)) == 0, served
 
 
-def test_two_servers_on_one_path_are_an_error(make: Make) -> None:
+def test_two_servers_on_one_path_are_an_error(make: hp.Make) -> None:
     pool = hp.mha_pool("page_first")
     make(pool)
     with pytest.raises(PoolInUse):
         make(pool)
 
 
-def test_refusals_say_what_to_do(make: Make) -> None:
+def test_refusals_say_what_to_do(make: hp.Make) -> None:
     pool = hp.mha_pool("page_first")
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
         make(pool, options={"verfy": "off"})
@@ -314,14 +294,14 @@ def test_refusals_say_what_to_do(make: Make) -> None:
         make(pool, options={"capacity": "4KiB"})
 
 
-def test_files_are_for_their_owner_alone(make: Make, tmp_path: Path) -> None:
+def test_files_are_for_their_owner_alone(make: hp.Make, tmp_path: Path) -> None:
     make(hp.mha_pool("page_first"))
     (path,) = pool_files(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_every_rank_writes_its_copy_of_replicated_kv(make: Make, tmp_path: Path) -> None:
+def test_every_rank_writes_its_copy_of_replicated_kv(make: hp.Make, tmp_path: Path) -> None:
     changes = {"is_mla_model": True, "tp_rank": 1, "tp_size": 2}
     config = hp.config(tmp_path, **changes)
     assert not config.is_storage_writer
@@ -330,7 +310,7 @@ def test_every_rank_writes_its_copy_of_replicated_kv(make: Make, tmp_path: Path)
     storage.close()
 
 
-def test_a_state_pool_beside_the_kv(make: Make, seed: int) -> None:
+def test_a_state_pool_beside_the_kv(make: hp.Make, seed: int) -> None:
     pool, states = hp.mha_pool("page_first"), hp.mamba_pool()
     storage = make(pool)
     storage.register_mem_host_pool_v2(pool, PoolName.KV)
@@ -364,7 +344,7 @@ def test_a_state_pool_beside_the_kv(make: Make, seed: int) -> None:
 
 
 def test_weights_that_change_make_everything_miss(
-    make: Make, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     watch = WeightsWatch()
     monkeypatch.setattr(module, "WATCH", watch)
@@ -417,7 +397,7 @@ def test_a_pool_goes_onto_hugepages_unless_told_otherwise(
     assert "2 MiB of " in caplog.text
 
 
-def test_a_pool_that_is_refused_leaves_nothing_open(make: Make) -> None:
+def test_a_pool_that_is_refused_leaves_nothing_open(make: hp.Make) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
     with pytest.raises(Unsupported):
@@ -425,7 +405,7 @@ def test_a_pool_that_is_refused_leaves_nothing_open(make: Make) -> None:
     make(pool)
 
 
-def test_second_touch_spares_what_comes_once(make: Make, seed: int) -> None:
+def test_second_touch_spares_what_comes_once(make: hp.Make, seed: int) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool, options={"second_touch": True})
     hp.fill(pool, seed)
@@ -437,7 +417,7 @@ def test_second_touch_spares_what_comes_once(make: Make, seed: int) -> None:
     assert storage.counters()["kv"]["declined_pages"] == 2
 
 
-def test_statistics_and_clear(make: Make, seed: int) -> None:
+def test_statistics_and_clear(make: hp.Make, seed: int) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool)
     hp.fill(pool, seed)
@@ -456,7 +436,7 @@ def test_statistics_and_clear(make: Make, seed: int) -> None:
     assert storage.batch_exists(hashes(3)) == 0
 
 
-def test_more_pages_than_the_pool_holds(make: Make, seed: int) -> None:
+def test_more_pages_than_the_pool_holds(make: hp.Make, seed: int) -> None:
     pool = hp.mha_pool("page_first")
     storage = make(pool, options={"capacity": "4MiB"})
     hp.fill(pool, seed)

@@ -17,7 +17,6 @@ import pytest
 from scheduler.drive import Linear
 
 from tutti.integration.sglang.direct import control_requests
-from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import Event, LoadKnown, WriteKnown, WriteStopped
 from tutti.scheduler.policy import Limits
@@ -69,11 +68,10 @@ def test_no_rank_flushes_while_the_device_of_one_holds_a_load(said: list[dict[st
     assert [rank["flush"] for rank in said] == [[False, True]] * 2
 
 
-def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> None:
+def test_what_is_dropped_ends_sglangs_operation(make: hp.Make, seed: int) -> None:
     """Pages of its later batches would lie behind a hole, where no look-up finds them."""
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"write_budget": "2MiB"}), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool, options={"write_budget": "2MiB"})
     hp.fill(pool, seed)
     hashes = [f"{i:064x}" for i in range(1, 9)]
     answer = storage.batch_set_v1(hashes, hp.indices(pool, list(range(8))))
@@ -84,10 +82,9 @@ def test_what_is_dropped_ends_sglangs_operation(tmp_path: Path, seed: int) -> No
     assert counts["dropped_pages"] == counts["over_budget_pages"] == 8 - stored
     assert counts["written_today_bytes"] == counts["device_written_bytes"] > 0
     assert 1 <= counts["bytes_written_per_byte_stored"] < 2
-    storage.close()
 
 
-def test_a_clear_while_pages_are_offered(tmp_path: Path) -> None:
+def test_a_clear_while_pages_are_offered(make: hp.Make) -> None:
     """SGLang clears on its scheduler's thread, also while another one stores."""
 
     class Cleared(OrderedDict[bytes, None]):
@@ -96,51 +93,43 @@ def test_a_clear_while_pages_are_offered(tmp_path: Path) -> None:
             self.clear()
 
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"second_touch": True}), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool, options={"second_touch": True})
     second_touch = storage._stores["kv"]._second_touch
     assert second_touch is not None
     second_touch._touched = Cleared()
     hashes = [f"{i:064x}" for i in (1, 2)]
     assert storage.batch_set_v1(hashes, hp.indices(pool, [0, 1])) == [True, True]
     assert not storage.counters()["kv"].get("errors")
-    storage.close()
 
 
-def test_the_longest_deadline_is_waited_for(tmp_path: Path, seed: int) -> None:
+def test_the_longest_deadline_is_waited_for(make: hp.Make, seed: int) -> None:
     """A wait that is refused would give the host pages back while the device uses them."""
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path, options={"timeout_s": 86_400}), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool, options={"timeout_s": 86_400})
     hp.fill(pool, seed)
     hashes, where = [f"{i:064x}" for i in (1, 2)], hp.indices(pool, [0, 1])
     assert storage.batch_set_v1(hashes, where) == [True, True]
     assert storage.batch_get_v1(hashes, where) == [True, True]
     assert not storage.counters()["kv"].get("errors")
-    storage.close()
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_scheduling_and_the_page_cache_are_in_the_metrics(tmp_path: Path, chosen: bool) -> None:
+def test_scheduling_and_the_page_cache_are_in_the_metrics(make: hp.Make, chosen: bool) -> None:
     """Scheduling without an option, the page cache with a share of the free memory."""
     options = {"page_cache_share": 1.0} if chosen else {"profile": "off"}
-    storage = TuttiHiCacheStorage(hp.config(tmp_path, options=options), {})
-    storage.register_mem_pool_host(hp.mha_pool("page_first"))
-    found = storage.counters()["kv"]
-    storage.close()
+    found = make(hp.mha_pool("page_first"), options=options).counters()["kv"]
     assert (found["scheduling"] > 0) == chosen
     assert (found["page_cache_bytes"] > 0) == chosen
 
 
 def test_what_the_scheduler_forced_is_in_the_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that waits is too many, and a read that does not end leaves no slack."""
     schedule = Schedule(Linear(read_gbps=1e-6), Limits(staged_pages=0, pressing_pages=1))
     monkeypatch.setattr("tutti.store.find_schedule", lambda *_, **__: schedule)
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool)
     queue = storage._stores["kv"].store.scheduler
     prefix = queue.attach(SimpleNamespace(read=lambda launch: None))
     queue.post(LoadKnown(queue.now_ns(), f"{prefix}1", 64, 1 << 20, 0, 0))
@@ -149,12 +138,11 @@ def test_what_the_scheduler_forced_is_in_the_metrics(
     queue.detach(prefix)
     assert all(storage.batch_set_v1(hashes[4:], hp.indices(pool, list(range(4, 8)))))
     found = storage.counters()["kv"]
-    storage.close()
     assert found["forced_pages"] == 4 and found["prediction_error"] > 0
 
 
 def test_a_put_of_pages_of_one_slice_stops_for_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Memory ordered by page has one layer an object: such puts stop between batches of pages."""
     seen: list[tuple[Event, Decision]] = []
@@ -163,8 +151,7 @@ def test_a_put_of_pages_of_one_slice_stops_for_a_load(
     )
     monkeypatch.setattr("tutti.store.find_schedule", lambda *_, **__: schedule)
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool)
     hp.fill(pool, seed)
     want = [hp.page_bytes(pool, page) for page in range(20)]
     store = storage._stores["kv"].store

@@ -14,7 +14,6 @@ from linker_engine import Rig, ahead_pages, in_use, kept_ahead, names, wait_for
 
 from tutti.errors import DeviceTimeout, PagesInUse
 from tutti.integration.sglang.direct.staging_pages import StagingPages
-from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.host import host_store
 from tutti.store import ObjectStore
 
@@ -35,11 +34,10 @@ def held(until: threading.Event) -> PagesInUse:
 
 
 def test_hicache_keeps_host_pages_that_a_device_may_still_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    make: hp.Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     pool = hp.mha_pool("page_first")
-    storage = TuttiHiCacheStorage(hp.config(tmp_path), {})
-    storage.register_mem_pool_host(pool)
+    storage = make(pool)
     hp.fill(pool, seed)
     where, hashes = hp.indices(pool, [0, 1]), ["01" * 32, "02" * 32]
     assert all(storage.batch_set_v1(hashes, where))
@@ -58,7 +56,6 @@ def test_hicache_keeps_host_pages_that_a_device_may_still_write(
     assert answers == [[False, False]]
     monkeypatch.setattr(kept.store, "load", raising(LATE))
     assert storage.batch_get_v1(hashes, where) == [False, False], "nothing was begun: a miss"
-    storage.close()
 
 
 @pytest.mark.parametrize("staging", ["2MiB", "1KiB"])
