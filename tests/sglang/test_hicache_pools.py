@@ -301,7 +301,7 @@ def test_files_are_for_their_owner_alone(make: hp.Make, tmp_path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_every_rank_writes_its_copy_of_replicated_kv(make: hp.Make, tmp_path: Path) -> None:
+def test_every_rank_writes_its_copy_of_replicated_kv(tmp_path: Path) -> None:
     changes = {"is_mla_model": True, "tp_rank": 1, "tp_size": 2}
     config = hp.config(tmp_path, **changes)
     assert not config.is_storage_writer

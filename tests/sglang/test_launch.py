@@ -56,7 +56,7 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", [HICACHE, LINKER])
 def test_page_hashes_are_loaded_before_a_server_serves(
-    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mode: str, make: host_pools.Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A flush would end a server that compiles them in a thread of HiCache."""
     caplog.set_level(logging.INFO)
@@ -65,24 +65,20 @@ def test_page_hashes_are_loaded_before_a_server_serves(
     if mode == LINKER:
         Rig(tmp_path).linker.close()
     else:
-        storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
-        storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
-        storage.close()
+        make(host_pools.mha_pool("page_first"))
     assert load.cache_info().currsize == 1
     assert "page hashes loaded in" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [HICACHE, LINKER])
 def test_one_line_of_the_log_says_by_what_a_pool_is_scheduled(
-    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mode: str, make: host_pools.Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     if mode == LINKER:
         Rig(tmp_path).linker.close()
     else:
-        storage = TuttiHiCacheStorage(host_pools.config(tmp_path), {})
-        storage.register_mem_pool_host(host_pools.mha_pool("page_first"))
-        storage.close()
+        make(host_pools.mha_pool("page_first"))
     (line,) = [one for one in caplog.messages if "scheduling with" in one]
     assert line.startswith(
         ("scheduling with a profile: the medium is ", "scheduling with an estimated")
