@@ -115,6 +115,8 @@ _TENSOR = ("--tp-size", "--tp", "--tensor-parallel-size")
 _STAGES = ("--pp-size", "--pp", "--pipeline-parallel-size")
 _REPLICAS = ("--dp-size", "--dp", "--data-parallel-size")
 _NODES = ("--nnodes",)
+#: Servers that refuse the linker; see `check_server` of its adapter.
+_UNSERVED = frozenset(("--dllm-algorithm", "--enable-pd-role-switch", "--enable-pdmux"))
 #: Flags that `tutti sglang command` sets, with its own option for each.
 _OWN = {
     "--model-path": "--model",
@@ -160,6 +162,12 @@ def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> 
                 f"{flag} starts the mode {other}, and one server runs one of them; "
                 f"leave it out, or pass --mode {other}"
             )
+    decodes = ("--disaggregation-mode", "decode") in pairwise(given)
+    if mode == LINKER and (decodes or not _UNSERVED.isdisjoint(given)):
+        raise ConfigError(
+            f"SGLang 0.5.23 does not serve a linker with {', '.join(sorted(_UNSERVED))} or "
+            "--disaggregation-mode decode; leave it out, or use --mode hicache"
+        )
     wanted = dict(pairwise(arguments))
     wanted["--model"] = wanted["--model-path"]
     for flag, value in pairwise(given):

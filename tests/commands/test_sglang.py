@@ -55,6 +55,42 @@ def test_the_command_refuses_paths_as_the_doctor_does(
     assert verdict == "fails" and says.format(tmp_path) in text
 
 
+def test_the_doctor_finds_what_sglang_compiles_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, status in (("c++", 0), ("ninja", 1)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    ((verdict, text),) = doctor(capsys, "compiler")
+    assert verdict == "fails" and "install g++, ninja, and the headers" in text and "ninja'" in text
+    (tmp_path / "ninja").write_text("#!/bin/sh\n")
+    ((verdict, text),) = doctor(capsys, "compiler")
+    assert verdict == "ok"
+    monkeypatch.setenv("CXX", "no-compiler")
+    ((verdict, text),) = doctor(capsys, "compiler")
+    assert verdict == "fails" and "no-compiler" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--enable-pdmux"],
+        ["--dllm-algorithm=LowConfidence"],
+        ["--enable-pd-role-switch"],
+        ["--disaggregation-mode", "decode"],
+    ],
+)
+def test_a_linker_is_refused_for_servers_that_do_not_serve_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*COMMAND, "--path", str(tmp_path / "pools")]
+    assert cli.main([*command, "--mode=linker", "--", *words]) == 2
+    assert "does not serve a linker with" in capsys.readouterr().err
+    assert cli.main([*command, "--", *words]) == 0
+
+
 def test_the_command_takes_what_a_server_opens_or_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
@@ -56,6 +58,11 @@ _NO_ADMIN_KEY = (
     "(DELETE) answers 400; "
 )
 _CUDA_MIN = (13, 0)
+_COMPILER_S = 10.0
+_NO_COMPILER = (
+    "SGLang compiles its page hashes at the first start; install g++, ninja, and the headers of "
+    "OpenSSL and Python"
+)
 _RULE = (
     "ranks get equal shares of the files and devices, ordered by NUMA node, then as given; "
     "the GPUs' nodes are not considered"
@@ -302,6 +309,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     else:
         found = f"{version} is installed" if version else "not installed"
         yield CheckResult("SGLang", "fails", f"{found}; pip install sglang=={VERSIONS[0]}")
+    yield _compiler()
     plugins = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     if PLUGIN not in plugins:
@@ -315,6 +323,20 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     yield CheckResult("admin key", "unknown", f"{_NO_ADMIN_KEY}start SGLang with one")
     if mode == LINKER:
         yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
+
+
+def _compiler() -> CheckResult:
+    """What SGLang compiles its page hashes with, when a server starts for the first time."""
+    compiler = [os.environ.get("CXX", "c++"), f"-I{sysconfig.get_path('include')}", "-E", "-xc++"]
+    headers = b"#include <Python.h>\n#include <openssl/sha.h>\n"
+    try:
+        for command in ([*compiler, "-"], ["ninja", "--version"]):
+            subprocess.run(
+                command, input=headers, capture_output=True, timeout=_COMPILER_S, check=True
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        return CheckResult("compiler", "fails", f"{_NO_COMPILER} ({error})")
+    return CheckResult("compiler", "ok", "ninja, and headers of OpenSSL and Python")
 
 
 def _place(name: str) -> CheckResult:
