@@ -44,7 +44,7 @@ def value(name: str, **more: str) -> Any:
 
 
 def test_every_metric_exists_from_the_start(tmp_path: Path) -> None:
-    with closing(storage(tmp_path)) as made:
+    with closing(storage(tmp_path)):
         for name in METRICS:
             if _OF_MODE.get(name, HICACHE) != HICACHE:
                 continue

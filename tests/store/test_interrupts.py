@@ -33,7 +33,6 @@ from tutti.gio_uring.controller import NativeController
 from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
 
-
 NOTHING_LEFT = {
     "quiet": True,
     "in flight": 0,
