@@ -227,7 +227,8 @@ def _read_entry(file: BinaryIO, object_nbytes: int) -> _Entry | None:
     head, payload = raw[: _HEAD.size], raw[_HEAD.size : _HEAD.size + object_nbytes]
     if raw[_HEAD.size + object_nbytes :] != _digest(head, payload):
         return None
-    return _Entry(*_HEAD.unpack(head), payload)
+    key, parent, depth, ttl_s = _HEAD.unpack(head)
+    return _Entry(key, parent, depth, ttl_s, payload)
 
 
 def _digest(head: bytes, payload: bytes) -> bytes:
