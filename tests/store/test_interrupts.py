@@ -159,6 +159,28 @@ def test_an_interrupt_at_every_instruction(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_look_up_that_asks_for_room_does_not_block_puts(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """In a full pool a look-up wakes the thread that makes room for the pages it missed."""
+    store = tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None)
+    store.wait_recovered(30)
+    core, missing = store._core, some_keys(rng, 4)
+    core._reserve = core.index.slots  # more than are free, as in a full pool
+
+    def made_room() -> bool:
+        return core.expected == 0
+
+    def after() -> None:
+        wait_until(made_room, "the thread that starts puts is blocked", timeout_s=30)
+        store.unpin()
+
+    assert core._expected_most > 0
+    assert at_every_instruction(lambda: store.match(missing, pin=True), after) > 10
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_opening_or_close_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "pool"
     tutti.open(path, LAYOUT, "8MiB").close()

@@ -260,7 +260,7 @@ class Core(InFlight):
         slots = min(pages, self._expected_most)
         if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots
-            self.wake.release()
+            self.wake.put(None)
 
     def count_stored(self, objects: int) -> None:
         """Objects have reached the medium.  Lock held."""

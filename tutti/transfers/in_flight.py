@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,8 +67,8 @@ class InFlight(Owned):
         self.in_flight = 0  # operations
         self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
-        # Wakes the queue's thread, which then also calls refill.
-        self.wake = threading.Semaphore(0)
+        # Wakes the queue's thread, which then also calls refill; an interrupted put keeps no lock.
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.refill: Callable[[], object] = lambda: None
         self.closing = False
         self.ready = False  # recovery is done, and no clear is under way
@@ -130,9 +131,8 @@ class InFlight(Owned):
             self._withdrawn.add(place)
         try:
             with self.lock:
-                is_unused = self.changed.wait_for(lambda: place not in self._uses, timeout_s)
-            if not is_unused:
-                raise DeviceTimeout("transfers are still under way; the memory stays registered")
+                if not self.changed.wait_for(lambda: place not in self._uses, timeout_s):
+                    raise DeviceTimeout("transfers are under way; the memory stays registered")
             yield
         finally:
             self._withdrawn.remove(place)

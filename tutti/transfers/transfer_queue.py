@@ -16,8 +16,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,6 @@ class TransferQueue(Owned):
         self._held: list[PutPart] = []  # short ones, while the writer is at work
         self._held_since = 0  # batches that the writer had finished
         self._starting, self._here = threading.Lock(), threading.local()
-        self._wake = core.wake
         self._starter = threading.Thread(target=self._run, name="tutti-puts", daemon=True)
         self.dispatcher: Dispatcher | None = None
         self._prefix, self._most = "", 0
@@ -89,7 +89,7 @@ class TransferQueue(Owned):
             self.dispatcher = Dispatcher.join(schedule, core.guard)
             self._prefix = self.dispatcher.attach(self)
         start_thread(self._starter, give_up=self._leave)
-        writer.batch_ended = lambda: self._wake.release() if self._held else None
+        writer.batch_ended = lambda: core.wake.put(None) if self._held else None
 
     def put(self, request: PutRequest) -> PutProgress:
         """Starts a put, now or later; see ObjectStore.put.
@@ -203,8 +203,7 @@ class TransferQueue(Owned):
                 self._turn.wait_for(partial(are_passed, self._loads), timeout_s)
                 known.at_ns = dispatcher.now_ns()
             self._loads[load.name] = load
-            stopping = self._stopping
-        if stopping:
+        if self._stopping:
             self._release_load(load)
         else:
             dispatcher.post(known)
@@ -254,7 +253,7 @@ class TransferQueue(Owned):
                 dispatcher.post(WriteGone(dispatcher.now_ns(), put.name, withdrawn=True))
         for load in loads:
             self._release_load(load)
-        self._wake.release()
+        core.wake.put(None)
         with core.lock:
             core.changed.wait_for(lambda: not (self._puts or self._parts or self._held), timeout_s)
         if self._starting.acquire(timeout=timeout_s):  # what was taken last has begun
@@ -264,7 +263,7 @@ class TransferQueue(Owned):
         """Ends the thread, and leaves the scheduler."""
         self.stop(0.0)
         self._closed = True
-        self._wake.release()
+        self._core.wake.put(None)
         self._starter.join(1.0)
         self._leave()
 
@@ -305,7 +304,7 @@ class TransferQueue(Owned):
                 return  # given up meanwhile
             self._parts += self._launch(put, max(launch.first + launch.count, put.granted))
         if not getattr(self._here, "puts", False):
-            self._wake.release()
+            self._core.wake.put(None)
 
     def stop_write(self, name: str) -> None:
         """See TransferIssuer.  Commands that are under way end."""
@@ -318,7 +317,7 @@ class TransferQueue(Owned):
             put.granted = max(end, put.written)
             dispatcher.add(WriteStopped(dispatcher.now_ns(), name, put.granted))
         if self._held:
-            self._wake.release()
+            self._core.wake.put(None)
 
     def copy_out(self, name: str) -> None:
         """See TransferIssuer.  A pool has no staging, so its limits never ask for a copy."""
@@ -330,7 +329,7 @@ class TransferQueue(Owned):
             lost = self._core.dropped(put.request.keys[waiting])
             if lost is None:  # the starter asks
                 self._parts.append(self._part(put, waiting)._replace(is_dropped=True))
-                self._wake.release()
+                self._core.wake.put(None)
                 return
             put.progress.outcome[waiting] = np.where(lost, Outcome.DROPPED, Outcome.PRESENT)
             self._end_rows(put, waiting.size)
@@ -392,7 +391,8 @@ class TransferQueue(Owned):
 
     def _run(self) -> None:
         while not self._closed:  # bounded by close()
-            self._wake.acquire(timeout=_LOOK_S)
+            with suppress(Empty):
+                self._core.wake.get(timeout=_LOOK_S)
             self._core.refill()
             with self._lock:  # what was granted while too many parts were open
                 for put in self._puts.values():
@@ -419,7 +419,7 @@ class TransferQueue(Owned):
         finally:
             self._starting.release()
         if self._parts:
-            self._wake.release()
+            self._core.wake.put(None)
 
     def _start(self, parts: list[PutPart]) -> None:
         error = self._writer.put(parts)
@@ -471,7 +471,7 @@ class TransferQueue(Owned):
         with self._lock:
             if put.open is not None and part.grant is not None:
                 put.open.remove(part.grant)
-                self._wake.release()  # others may have waited for that
+                self._core.wake.put(None)  # others may have waited for that
             if error is None:
                 put.ended += rows
                 self._report(put, lost, there)
