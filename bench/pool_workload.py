@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import Keys
+from tutti.base.interrupts import uninterrupted
 from tutti.bench.meter import Meter
 from tutti.bench.stamps import DeviceStamps, Stamps, numbered_keys
 from tutti.errors import CapacityError, DeviceTimeout
@@ -144,6 +145,7 @@ class PoolWorkload:
         contents = [b % self.inflight * self.batch_pages + inside for b in batches]
         return PendingLoad(self.store.load(keys, pages), pages, np.concatenate(contents))
 
+    @uninterrupted()  # on a thread, as in a server
     def store_phase(self, limit: Limit) -> dict[str, Any]:
         """Puts new batches, several at once; evicts once the pool is full."""
         meter = Meter()
@@ -170,6 +172,7 @@ class PoolWorkload:
             pages = min(pages, self.load_pages)
         return batches[-max(1, pages // self.batch_pages) :]
 
+    @uninterrupted()
     def retrieve_phase(self, limit: Limit) -> dict[str, Any]:
         """Looks up and loads resident batches in random order, several at once."""
         meter = Meter()
@@ -199,6 +202,7 @@ class PoolWorkload:
             "retrieve_gb_per_s": reads.gb_per_s,
         }
 
+    @uninterrupted()
     def layerwise_phase(self, limit: Limit, batches: list[int]) -> dict[str, Any]:
         """Loads one long prefix repeatedly, and waits for layer after layer.
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from tutti.arguments import natural, nbytes, positive
 from tutti.base.arrays import Keys
+from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import GiB, format_nbytes
 from tutti.bench.environment import describe
@@ -148,6 +149,7 @@ class Local:
         self.p99_ms: dict[str, list[float]] = {name: [] for name in _BESIDE}
         self.fetched_gb_per_s: list[float] = []  # during the loads
 
+    @uninterrupted()  # on a thread, as in a server
     def measure(self) -> None:
         """One round of each, in random order."""
         for name in self._rng.permutation(_BESIDE):

@@ -8,6 +8,7 @@ once, and the first layer before all others, which shows the cost of an early fi
 In a second part each layer is followed by a computation that takes a multiple of the layer's I/O
 time.  In its rounds the drive also reads one layer alone, after an idle time and right after
 another one: the difference is the pause that each group of layers costs.
+No load is started by the main thread, as in `bench short`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory, table
 from tutti.base.units import KiB, MiB, parse_nbytes
 from tutti.bench.environment import describe
@@ -101,6 +103,7 @@ class Reader:
             if store.put(keys, np.arange(_GROUP)).wait(_TIMEOUT_S).stored < _GROUP:
                 raise CapacityError("the pages do not fit their pool; give longer slices")
 
+    @uninterrupted()  # on a thread, as in a server
     def load(self, group: int, first: int, pages: int, compute_ms: float = 0) -> LoadTimes:
         """Loads `pages` of a group, and computes with each layer for `compute_ms`, if given.
 

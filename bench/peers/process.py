@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tutti.base.interrupts import uninterrupted
 from tutti.bench.peers.hicache import COLLAPSE_S, HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import Peer, PeerPlan
@@ -181,6 +182,7 @@ def _memory(name: str) -> int:
     raise MediumError(f"/proc/self/status says no {name}; run this on Linux")
 
 
+@uninterrupted()  # on one thread, as SGLang calls its backends
 def main(argv: Sequence[str] | None = None) -> int:
     """Answers commands until `quit` or the end of the input."""
     plan_text, name = sys.argv[1:] if argv is None else argv

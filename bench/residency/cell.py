@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tutti import store as object_store
+from tutti.base.interrupts import uninterrupted
 from tutti.base.memory_pressure import read_memory
 from tutti.bench.meter import Meter
 from tutti.bench.pool_workload import WAIT_S, PendingLoad, PoolWorkload
@@ -146,6 +147,7 @@ def _touch(limit_nbytes: int) -> float:
     return nbytes / (time.perf_counter() - begin_s) / 1e9
 
 
+@uninterrupted()  # on a thread, as in a server
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """Runs one cell; see `tutti.bench.residency.run` for its fields."""
     shape = parse_shape(cell["shape"])
