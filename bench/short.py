@@ -377,16 +377,12 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         for name, ratio in page["ratios"].items()
     ]
     turns = "" if page["in_turns"] else ", one kind after the other"
-    notes = [
+    return [
         f"calls: CPU time of the calling thread, pages of {_SHAPE}, on {result['calls_on']}",
         "puts in a row: each after the end of the one before",
         "one native call: submits a read of one block and wakes a service thread, in the same"
         " random order",
-    ]
-    if "steps" in result:  # missing in results of earlier code
-        notes += bounds_of(result)
-    return [
-        *notes,
+        *bounds_of(result),
         f"a page of {page['nbytes'] // MiB} MiB at durability `process`, medians of"
         f" {page['rounds']}{turns}: {parts}",
         f"over plain writes of its bytes and one record (bar {bar:g}): {'; '.join(found)}",

@@ -389,31 +389,26 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     firsts = [_over(row["first_ms"], bound) for row, bound in zip(found, bounds, strict=True)]
     strict = [_over(row["first_ms"], _strict_ms(row, result)) for row in found]
     rates = [row["rate_over_fixed"] for row in found]
+    alone = ", ".join(
+        f"{one['first_ms']['median'] / bound:.2f}"
+        for one, bound in zip(result["drive"], bounds, strict=True)
+    )
+    in_two = [one["in_two_over_whole"] for one in result["drive"]]
     notes = [
         f"first layer over its bytes and the whole of a command alone (bar {FIRST_BAR}):"
         f" {_against(firsts, FIRST_BAR)}",
         "over its bytes and what a command alone takes beyond its own, so that none counts twice"
         f" (bar {FIRST_BAR}): {_against(strict, FIRST_BAR)}",
+        "a first layer from the drive without a store and verification, over the first of these"
+        f" bounds: {alone}; the call of `load`, in ms:"
+        f" {', '.join(str(round(row['called_ms'], 2)) for row in found)}",
         f"rate of the whole load over the fixed window's (bar {RATE_BAR}):"
         f" {_against(rates, RATE_BAR, is_least=True)}",
+        "the same of a second pool with the fixed window, the noise:"
+        f" {', '.join(interval_text(row['rate_over_fixed'], 2) for row in again)}",
+        "the same of the drive without a store and verification, where the first layer is read"
+        f" before all others are, over all at once: {_against(in_two, RATE_BAR, is_least=True)}",
     ]
-    if again:  # in a result of today's benchmark
-        called = ", ".join(f"{row['called_ms']:.2f}" for row in found)
-        alike = ", ".join(interval_text(row["rate_over_fixed"], 2) for row in again)
-        alone = ", ".join(
-            f"{one['first_ms']['median'] / bound:.2f}"
-            for one, bound in zip(result["drive"], bounds, strict=True)
-        )
-        in_two = [one["in_two_over_whole"] for one in result["drive"]]
-        notes[2:] = [
-            "a first layer from the drive without a store and verification, over the first of these"
-            f" bounds: {alone}; the call of `load`, in ms: {called}",
-            *notes[2:],
-            f"the same of a second pool with the fixed window, the noise: {alike}",
-            "the same of the drive without a store and verification, where the first layer is read"
-            " before all others are, over all at once:"
-            f" {_against(in_two, RATE_BAR, is_least=True)}",
-        ]
     if result["loops"]:
         over = [loop["over_bound"] for loop in result["loops"]]
         verdicts = [_verdict(one, LOOP_BAR) for one in over]
@@ -425,25 +420,24 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         cases = [
             f"{loop['pages']} pages at {loop['factor']:g}, {_reach(loop)}"
             for loop, verdict in zip(result["loops"], verdicts, strict=True)
-            if again and verdict != REACHED
+            if verdict != REACHED
         ]
         if cases:
             notes.append(f"what is not reached or not resolved: {'; '.join(cases)}")
         for pages in sorted({loop["pages"] for loop in result["loops"]}):
             loops = [loop for loop in result["loops"] if loop["pages"] == pages]
             factors = ", ".join(f"{loop['factor']:g}" for loop in loops)
-            reached = _against([loop["over_bound"] for loop in loops], LOOP_BAR)
-            notes.append(f"{pages} pages, computations of {factors} times a layer's I/O: {reached}")
-            if again:
-                row, idle = (
-                    ", ".join(f"{loop['possible'][name]:.2f}" for loop in loops)
-                    for name in ("in_a_row", "idle")
-                )
-                notes[-1] += (
-                    "; calculated, the best of groups of whole layers that are read one after"
-                    f" another, with the pause of a layer right after another: {row}; after an idle"
-                    f" time as long as a computation: {idle}"
-                )
+            row, idle = (
+                ", ".join(f"{loop['possible'][name]:.2f}" for loop in loops)
+                for name in ("in_a_row", "idle")
+            )
+            notes.append(
+                f"{pages} pages, computations of {factors} times a layer's I/O:"
+                f" {_against([loop['over_bound'] for loop in loops], LOOP_BAR)}; calculated, the"
+                " best of groups of whole layers that are read one after another, with the pause of"
+                f" a layer right after another: {row}; after an idle time as long as a"
+                f" computation: {idle}"
+            )
     window = result["windows"][FOUND]["window_nbytes"] / MiB
     return [
         *notes,

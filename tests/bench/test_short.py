@@ -43,17 +43,9 @@ def test_the_command(
 
 def test_what_misses_a_bar_says_so() -> None:
     row = {"pages": 1, "call": "put", "scheduled": True, "best_us": 20.0}
-    page = {"nbytes": 8 << 20, "rounds": 3, "in_turns": True, "ms": {"put": 6.0}}
-    result = {
-        "bars_us": short.BARS_US,
-        "ratio_bar": short.RATIO,
-        "calls_on": "memory",
-        "calls": [row | {"median_us": 60.0}, row | {"median_us": 61.0}],
-        "page": page | {"ratios": {"put": {"median": 1.6, "low": 1.4, "high": 1.7}}},
-    }
-    within, missed = short.rows_of(result)
+    rows = [row | {"median_us": 60.0}, row | {"median_us": 61.0}]
+    within, missed = short.rows_of({"bars_us": short.BARS_US, "calls": rows})
     assert within[-1] == "" and missed[-1] == "**not reached**"
-    assert short.notes_of(result)[-1].endswith("put 1.600 [1.400, 1.700] **not reached**")
 
 
 @pytest.mark.parametrize("words", [["--dir", "/none"], ["--calls", "0"], ["--rounds", "0"]])
@@ -75,7 +67,10 @@ def test_what_the_controls_bound(us: float, verdict: str) -> None:
     rows += [row | {"pages": 0, "call": short.NATIVE, "median_us": 20.0}]
     rows += [rows[0] | {"scheduled": False, "median_us": 500.0}]
     steps = {model: [["C calls", 3], ["functions", 7]] for model in short.MODELS}
-    page = {"nbytes": 8 << 20, "rounds": 3, "in_turns": True, "ms": {}, "ratios": {}}
+    page = {"nbytes": 8 << 20, "rounds": 3, "in_turns": True, "ms": {}}
+    page["ratios"] = {"put": {"median": 1.6, "low": 1.4, "high": 1.7}}
     result = {"calls": rows, "bars_us": short.BARS_US, "steps": steps, "page": page}
-    note = short.notes_of(result | {"ratio_bar": 1.5, "calls_on": "memory"})[4]
+    notes = short.notes_of(result | {"ratio_bar": 1.5, "calls_on": "memory"})
+    note = notes[4]
+    assert notes[-1].endswith("put 1.600 [1.400, 1.700] **not reached**")
     assert note.startswith("put, 3 C calls, 7 functions for one page") and verdict in note

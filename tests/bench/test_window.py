@@ -68,21 +68,6 @@ def test_the_command_says_what_is_possible(
         assert 0 < row["called_ms"] < row["first_ms"]["high"] <= row["whole_ms"]["high"]
 
 
-def test_results_from_before_the_second_fixed_window_are_shown() -> None:
-    interval = {"median": 1.0, "low": 0.99, "high": 1.01}
-    row = {"pages": 1, "first_ms": interval, "whole_ms": interval, "rate_over_fixed": interval}
-    row |= {"bound_ms": 1.0, "gb_per_s": 1.0}
-    loop = {"pages": 1, "factor": 1.0, "over_bound": interval, "possible": 0.9}
-    result = {
-        "rows": [row | {"window": name} for name in ("found", "fixed")],
-        "loops": [loop],
-        "windows": {"found": {"window_nbytes": MiB}},
-        "single_command_ms": 0.5,
-    }
-    assert "(bar 1.05): 1 reached; at most 1.00" in window.report(result)
-    assert "noise" not in window.report(result)
-
-
 def test_a_bar_is_reached_by_the_whole_interval() -> None:
     ratio = {"median": 1.0, "low": 0.9, "high": 1.1}
     for bar, words in ((1.1, "reached"), (1.0, "not resolved"), (0.8, "**not reached**")):
