@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def test_a_servers_trace_is_replayed_by_the_policy_and_by_the_simulator(
     text = "".join(lines)
     for event in ("WriteKnown", "PagesWritten", "LoadKnown", "LoadGone", "StepBegan"):
         assert f'"event":"{event}"' in text
+    if mode.name == "linker":
+        assert re.search(r'"reads":\[{"name":"\d+:ahead ', text), "read-ahead was decided, too"
     assert '"reads":' in text and '"writes":' in text, "not all of it was issued as it came"
 
     assert list(replay(lines, SlackPolicy(limits), profile)) == lines
