@@ -91,6 +91,19 @@ def test_a_linker_is_refused_for_servers_that_do_not_serve_it(
     assert cli.main([*command, "--", *words]) == 0
 
 
+@pytest.mark.parametrize("words", [["--config", "a.yaml"], ["--config=a.yaml"]])
+def test_the_command_says_that_it_does_not_read_sglangs_file(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which may set the number of ranks that share the paths."""
+    command = [*COMMAND, "--path", str(tmp_path / "pools"), "--json", "--"]
+    for more, note in (([], False), (words, True), ([*words, "--tp=2"], True)):
+        assert cli.main([*command, *more]) == 0
+        notes = "; ".join(json.loads(capsys.readouterr().out)["notes"])
+        assert ("the file of --config was not read" in notes) == note
+    assert "(2 per node, nodes: 1)" in notes
+
+
 def test_the_command_takes_what_a_server_opens_or_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

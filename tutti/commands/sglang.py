@@ -191,6 +191,10 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     text = shlex.join(command)
     notes = [] if checked else [note]
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
+    if "--config" in passed:
+        sizes = "--tp-size, --pp-size, --dp-size or --nnodes, pass these here as well"
+        unread = "the file of --config was not read, and ranks were counted without it"
+        notes.append(f"{unread} ({ranks} per node, nodes: {nodes}); if it sets {sizes}")
     notes += [] if shares is None else _share_lines(shares)
     if "--admin-api-key" not in passed:
         notes.append(f"{_NO_ADMIN_KEY}append `{start}--admin-api-key KEY` to this command")
