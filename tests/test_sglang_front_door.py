@@ -97,6 +97,7 @@ def test_wrong_options_are_errors(wrong: dict[str, Any], says: str) -> None:
         ("unix:/s", ["verify=off"], "verify: the agent at unix:/s has settings of its own"),
         ("unix:", [], "option 'path' is 'unix:', of 0 bytes; a socket's path has"),
         ("/pools", ["pin_share=-1"], "pin_share"),
+        ("/pools", ["pin_share=0"], "pin_share"),
         ("/pools", ["pin_share=2.0"], "pin_share"),
         ("/pools", ["max_load_tokens=5"], "max_load_tokens"),
         (f"unix:/{107 * 's'}", [], "of 108 bytes; a socket's path has 1 to 107: choose another"),

@@ -384,7 +384,7 @@ _PLAIN = tuple(
             None,
         ),
         ("pin_lookups", "int", 256, "later look-ups that do not evict a found page", None),
-        ("pin_share", "float", 0.5, "share of the pool that such pages may be", None),
+        ("pin_share", "float", 0.5, "share of the pool that such pages may be", 0.001),
         ("load_timeout_s", "float", 60.0, "deadline of a batch's load", 0.001),
         ("breaker_failures", "int", 3, "consecutive failures after which the SSD is not used", 1),
         ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
