@@ -65,7 +65,8 @@ def read_csv(path: Path, kind: str) -> list[Row]:
         with io.TextIOWrapper(open_regular(path), "utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read {path.name}: {error}; give a CSV of this figure") from error
+        why = getattr(error, "strerror", error)
+        raise ConfigError(f"cannot read {path}: {why}; give a CSV of this figure") from error
     return checked(rows, kind, path.name)
 
 
@@ -76,7 +77,8 @@ def read_result(path: Path, wanted: str) -> dict[str, Any]:
         with open_regular(path) as file:
             result = json.loads(file.read())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path.name}: {error}; give {wanted}") from error
+        why = getattr(error, "strerror", error)
+        raise ConfigError(f"cannot read {path}: {why}; give {wanted}") from error
     if not isinstance(result, dict):
         raise ConfigError(f"{path.name} is not a result of a benchmark")
     return result

@@ -436,6 +436,21 @@ def test_results_of_other_arrivals_are_not_compared(tmp_path: Path) -> None:
         Output(paths[0])
 
 
+def test_results_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RESULT).write_text("{")
+    folder, missing = tmp_path / "folder", tmp_path / "missing"
+    folder.mkdir()
+    for path, why in (
+        (missing, f"{missing}: No such file or directory; give a result.json"),
+        (folder, f"{folder / RESULT}: No such file or directory; give a result.json"),
+        (tmp_path, f"{tmp_path / RESULT}: Expecting property name"),
+    ):
+        assert main(["bench", "ttft", "--compare", str(path), str(path)]) == 2
+        assert f"tutti: cannot read {why}" in capsys.readouterr().err
+
+
 def test_the_line_of_sglang_s_client_is_read(tmp_path: Path) -> None:
     line = {
         "errors": ["", "", "boom"],
