@@ -64,24 +64,17 @@ def server_arguments(
         return [
             *arguments,
             "--enable-hierarchical-cache",
-            "--hicache-mem-layout",
-            layout,
-            "--hicache-io-backend",
-            IO_BACKENDS[layout],
-            "--hicache-storage-prefetch-policy",
-            "timeout",
-            "--hicache-storage-backend",
-            "dynamic",
-            "--hicache-storage-backend-extra-config",
-            config,
+            *("--hicache-mem-layout", layout),
+            *("--hicache-io-backend", IO_BACKENDS[layout]),
+            *("--hicache-storage-prefetch-policy", "timeout"),
+            *("--hicache-storage-backend", "dynamic"),
+            *("--hicache-storage-backend-extra-config", config),
         ]
     return [
         *arguments,
         "--enable-unified-cache-external-linker",
-        "--unified-cache-external-linker-backend",
-        "dynamic",
-        "--unified-cache-external-linker-config",
-        config,
+        *("--unified-cache-external-linker-backend", "dynamic"),
+        *("--unified-cache-external-linker-config", config),
     ]
 
 
