@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from itertools import pairwise
 from typing import Any
@@ -108,8 +108,13 @@ _TENSOR = ("--tp-size", "--tp", "--tensor-parallel-size")
 _STAGES = ("--pp-size", "--pp", "--pipeline-parallel-size")
 _REPLICAS = ("--dp-size", "--dp", "--data-parallel-size")
 _NODES = ("--nnodes",)
-#: Servers that refuse the linker; see `check_server` of its adapter.
-_UNSERVED = frozenset(("--dllm-algorithm", "--enable-pd-role-switch", "--enable-pdmux"))
+#: Arguments that change the loop of SGLang's scheduler, and what it then omits for a linker.
+OMISSIONS = {
+    "--enable-pdmux": "abort a prefill whose load failed",
+    "--disaggregation-mode decode": "release what a decode server offloaded",
+    "--enable-pd-role-switch": "release what a decode server offloaded",
+    "--dllm-algorithm": "start the loads of a diffusion model",
+}
 #: Flags that `tutti sglang command` sets, with its own option for each.
 _OWN = {
     "--model-path": "--model",
@@ -128,7 +133,10 @@ _STARTS = {
     LINKER: ("--enable-unified-cache-external-linker",),
 }
 #: All flags that are looked for here.
-_FLAGS = (*_TENSOR, *_STAGES, *_REPLICAS, *_NODES, *_OWN, *_STARTS[HICACHE], *_STARTS[LINKER])
+_FLAGS = (
+    *(*_TENSOR, *_STAGES, *_REPLICAS, *_NODES, *_OWN, *_STARTS[HICACHE], *_STARTS[LINKER]),
+    *(argument.split()[0] for argument in OMISSIONS),
+)
 
 
 def _words(arguments: Sequence[str]) -> list[str]:
@@ -155,12 +163,9 @@ def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> 
                 f"{flag} starts the mode {other}, and one server runs one of them; "
                 f"leave it out, or pass --mode {other}"
             )
-    decodes = ("--disaggregation-mode", "decode") in pairwise(given)
-    if mode == LINKER and (decodes or not _UNSERVED.isdisjoint(given)):
-        raise ConfigError(
-            f"SGLang 0.5.23 does not serve a linker with {', '.join(sorted(_UNSERVED))} or "
-            "--disaggregation-mode decode; leave it out, or use --mode hicache"
-        )
+    refusal = linker_refusal([*given, *map(" ".join, pairwise(given))])
+    if mode == LINKER and refusal:
+        raise ConfigError(refusal)
     wanted = dict(pairwise(arguments))
     wanted["--model"] = wanted["--model-path"]
     for flag, value in pairwise(given):
@@ -172,6 +177,16 @@ def check_together(mode: str, arguments: Sequence[str], more: Sequence[str]) -> 
         if flag in _OWN and wanted.get(flag, value) != value:
             own = f", and use {_OWN[flag]} before the `--`" if _OWN[flag] else ""
             raise ConfigError(f"{flag} contradicts what this command sets; leave it out{own}")
+
+
+def linker_refusal(given: Collection[str]) -> str:
+    """Why SGLang serves no linker with these arguments, written as in OMISSIONS; "" if it does."""
+    for argument in filter(given.__contains__, OMISSIONS):
+        return (
+            f"with a linker and {argument} SGLang 0.5.23 does not {OMISSIONS[argument]}; start "
+            "without the linker, or use Tutti behind HiCache if SGLang has HiCache for this server"
+        )
+    return ""
 
 
 def installed_version() -> str:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from tutti.errors import Unsupported
 from tutti.integration.sglang.adapter import PoolHitPolicy, PoolName, PoolTransfer
 from tutti.integration.sglang.identity import ParallelRank, ServedModel
+from tutti.integration.sglang.launch import OMISSIONS, linker_refusal
 
 __all__ = [
     "DevicePoolEntry",
@@ -35,23 +36,18 @@ __all__ = [
 ]
 
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
-#: Arguments that change the loop of SGLang's scheduler, and what it then omits.
-_OMISSIONS = {
-    "enable_pdmux": "abort a prefill whose load failed (--enable-pdmux)",
-    "disaggregation_mode": "release what a decode server offloaded (--disaggregation-mode decode)",
-    "enable_pd_role_switch": "release what a decode server offloaded (--enable-pd-role-switch)",
-    "dllm_algorithm": "start the loads of a diffusion model (--dllm-algorithm)",
-}
 
 
 def check_server(args: Any) -> None:
     """Raises Unsupported for a server whose loop does not serve a linker."""
-    for name, omission in _OMISSIONS.items():
-        if getattr(args, name, None) not in (None, False, "null", "prefill"):
-            raise Unsupported(
-                f"with a linker SGLang 0.5.23 does not {omission}; start without the linker, or use"
-                " Tutti behind HiCache if SGLang has HiCache for this server"
-            )
+
+    def has(argument: str) -> bool:
+        flag, _, value = argument.partition(" ")
+        found = getattr(args, flag[2:].replace("-", "_"), None)
+        return found == value if value else bool(found)
+
+    if refusal := linker_refusal([*filter(has, OMISSIONS)]):
+        raise Unsupported(refusal)
 
 
 def device_group(params: Any, components: Collection[Any]) -> DevicePoolGroup:
