@@ -206,6 +206,26 @@ def test_keys_are_listed_once_while_others_go(
         assert store.catalogue.keys().tolist() == keys.tolist()
 
 
+def test_more_pins_than_fit_into_a_request_are_all_or_none(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an embedded store: what exceeds pin_share pins nothing, and unpins nothing."""
+    monkeypatch.setattr(remote_catalogue, "LISTED_MAX", 4)
+    config = StoreConfig(pin_share=0.02)
+    with running(tmp_path / "agent", config=config) as agent, agent.connect() as store:
+        store.allocate_memory(64)
+        most = store.stats()["capacity_objects"] // 50
+        assert 8 < most < 64
+        keys = some_keys(rng, 64)
+        store.put(keys, np.arange(64)).wait(WAIT_S)
+        assert store.catalogue.pin(keys[2:3]) == 1
+        with pytest.raises(CapacityError, match="pin_share"):
+            store.catalogue.pin(keys)
+        infos = store.catalogue.objects(keys)
+        assert [info.key for info in infos if info.pinned] == [keys[2].tobytes()]
+        assert store.catalogue.pin(keys[:8]) == 8
+
+
 def test_recovery_takes_longer_than_one_call(tmp_path: Path) -> None:
     config = StoreConfig(timeout_s=2.0)
     with running(tmp_path / "agent", config=config) as agent, agent.connect() as store:

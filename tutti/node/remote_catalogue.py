@@ -9,7 +9,8 @@ import numpy as np
 
 from tutti.base.arrays import Keys
 from tutti.base.checks import optional, seconds, takes, text
-from tutti.medium.keys import as_keys
+from tutti.errors import CapacityError
+from tutti.medium.keys import KEY_NBYTES, as_keys
 from tutti.node.messages import DESCRIBED_MAX, LISTED_MAX, keys_of
 from tutti.transfers.catalogue import ObjectInfo
 
@@ -50,7 +51,16 @@ class RemoteCatalogue:
         )
 
     def pin(self, keys: Keys) -> int:
-        return sum(self._call("pin", keys=some) for some in parts_of(keys, LISTED_MAX))
+        parts = list(parts_of(keys, LISTED_MAX))
+        if len(parts) == 1:
+            return int(self._call("pin", keys=parts[0]))
+        before = {info.key for info in self.objects(keys) if info.pinned}
+        try:
+            return sum(self._call("pin", keys=some) for some in parts)
+        except CapacityError:  # the agent pinned the parts before this one
+            fresh = [key for key in as_keys(keys) if key.tobytes() not in before]
+            self.unpin(np.array(fresh, np.uint8).reshape(-1, KEY_NBYTES))
+            raise
 
     def unpin(self, keys: Keys) -> int:
         return sum(self._call("unpin", keys=some) for some in parts_of(keys, LISTED_MAX))
