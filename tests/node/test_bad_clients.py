@@ -342,6 +342,35 @@ def test_the_socket_is_for_its_owner(agent: RunningAgent, tmp_path: Path) -> Non
         listen(str(file / "s"), None)
 
 
+def test_of_two_agents_that_start_on_a_dead_ones_socket_one_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one starts between the first one's look and its removal of the socket."""
+    path, unlink = str(tmp_path / "s"), os.unlink
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    found: list[object] = []
+
+    def start() -> None:
+        try:
+            found.append(listen(path, None))
+        except PoolInUse as error:
+            found.append(error)
+
+    other = threading.Thread(target=start)
+
+    def unlink_late(name: str) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        other.start()
+        other.join(0.5)
+        unlink(name)
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    with listen(path, None):
+        other.join(WAIT_S)
+        assert [type(one) for one in found] == [PoolInUse]
+
+
 def test_a_group_that_the_owner_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))

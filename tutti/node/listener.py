@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import socket
 import stat
 import struct
+import time
 from pathlib import Path
 
 from tutti.errors import AgentRefused, ConfigError, PoolInUse
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _BACKLOG = 128
+_TURN_S, _NAP_S = 2.0, 0.01  # longest wait for another agent's start, and between looks
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -69,7 +72,30 @@ def check_peer(peer: socket.socket, group: int | None) -> int:
 
 def listen(path: str, group: int | None) -> socket.socket:
     """A listening socket for this user, and ``group`` unless None.  Replaces a dead agent's."""
-    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX) as turn:
+        _take_turn(turn, path)  # until it listens: before, it looks like a dead agent's
+        _remove_stale(path)
+        listener = _bound(path, group)
+        listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _take_turn(turn: socket.socket, path: str) -> None:
+    """Waits until no other agent starts on this path: it could find a dead agent's socket, and then
+    remove this one's.  An abstract name, unix(7), is free again as soon as ``turn`` is closed.
+    """
+    name = b"\0tutti-" + hashlib.sha256(os.fsencode(os.path.realpath(path))).digest()
+    deadline_s = time.monotonic() + _TURN_S  # another program may have the name
+    while time.monotonic() < deadline_s:
+        try:
+            turn.bind(name)
+            return
+        except OSError:
+            time.sleep(_NAP_S)
+
+
+def _bound(path: str, group: int | None) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)
     try:
@@ -92,8 +118,6 @@ def listen(path: str, group: int | None) -> socket.socket:
                 f"cannot change the group of {path} to {group}: {error.strerror}; pass a group that"
                 " this user is in"
             ) from error
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
     return listener
 
 
