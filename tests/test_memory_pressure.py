@@ -77,6 +77,17 @@ def test_version_2_is_limited_by_the_smaller_of_high_and_max(
     assert read_memory(root).told == {root / "sys/fs/cgroup": False}
 
 
+def test_names_of_mounts_and_groups_need_not_be_text(tmp_path: Path) -> None:
+    """As of a drive that was labelled in Latin-1."""
+    root = machine(tmp_path)
+    with (root / "proc/self/mountinfo").open("ab") as file:
+        file.write(b"31 22 8:17 / /media/caf\xe9 rw - vfat /dev/sdb1 rw\n")
+    mount(root, 2)
+    (root / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    add_group(root, os.fsdecode(b"caf\xe9"), 2, str(GiB), "anon 0\n")
+    assert read_memory(root).free_nbytes == GiB
+
+
 def test_the_total_is_the_tightest_limit_whatever_is_used(tmp_path: Path) -> None:
     root = machine(tmp_path)
     assert total_nbytes(root) == 9 * 1024

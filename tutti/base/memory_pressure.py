@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -130,7 +131,7 @@ def _group_facts(folder: Path, is_v2: bool, limit_nbytes: int, machine: MemoryFa
 def _groups_around(root: Path) -> Iterator[tuple[Path, bool]]:
     """Folders of the memory controller for this process and the groups around it."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return
     for mount, mounted_root, is_v2 in _memory_mounts(root):
@@ -151,7 +152,7 @@ def _groups_around(root: Path) -> Iterator[tuple[Path, bool]]:
 def _memory_mounts(root: Path) -> Iterator[tuple[Path, PurePosixPath, bool]]:
     """(where, which part of the hierarchy, version 2?) of mounts that may limit memory."""
     try:
-        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+        lines = os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines()
     except OSError:
         return
     for line in lines:  # proc(5): the fields behind " - " are type, source and options
