@@ -88,6 +88,7 @@ class Calls:
             "close": (store.close, {"timeout_s": "never right here"}),
             "register": (store.register, {"memory": "never right here"}),
             "unregister": (store.unregister, {"memory": "never right here"}),
+            "attach": (store.attach, {"part": "never right here"}),
             "allocate_memory": (
                 lambda **given: store.unregister(store.allocate_memory(**given)),
                 {"pages": 1, "order": None, "hugepages": False},
@@ -293,6 +294,7 @@ def test_the_table_has_every_parameter(calls: Calls) -> None:
         (KeySizeError, "match", {"keys": KEYS[0]}),
         (KeySizeError, "put", {"parent": "str"}),
         (KeySizeError, "chain_keys", {"fingerprint": LAYOUT}),
+        (ConfigError, "attach", {"part": None}),
         (ConfigError, "put", {"depth": 2**63}),
         (ConfigError, "put", {"depth": math.nan}),
         (ConfigError, "put", {"depth": 1e30}),

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,7 @@ def _drive(window: WindowStats) -> dict[str, Any]:
     return stats
 
 
+@runtime_checkable
 class Closable(Protocol):
     """A part that ends with the store."""
 
