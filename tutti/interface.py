@@ -43,6 +43,7 @@ def _count(name: str, value: Any) -> None:
 #: Keys and pages are checked where they are converted.
 _RULES: dict[str, dict[str, Rule]] = {
     "register": {"memory": instance(HostMemory)},
+    "unregister": {"memory": instance(HostMemory)},
     "attach": {"part": instance(Closable)},
     "match": {"pin": pin_name, "proven": flag},
     "present": {"pin": pin_name, "proven": flag},

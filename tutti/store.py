@@ -175,10 +175,9 @@ class ObjectStore(Owned, Store):
 
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
-        if not any(memory is known for known in self._resources.memories):
-            raise ConfigError("this memory is not registered with this store; pass one that is")
         timeout_s = self.config.timeout_s
         with self._core.withdrawn(memory.memory, timeout_s):
+            self._chosen(memory, self._resources.memories)
             if not memory.wait_idle(timeout_s):
                 raise DeviceTimeout("transfers are still under way; the memory stays registered")
             self._resources.remove(memory)

@@ -273,6 +273,26 @@ def test_the_name_of_a_pin_may_be_any(
     assert store.stats()["busy_objects"] == 0
 
 
+def test_memory_that_two_threads_unregister_is_an_error_of_one(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is done before this one has begun to wait."""
+    store = opener()
+    memory = store.allocate_memory(4)
+    state: Any = getattr(store, "_core", None) or getattr(store, "_state", None)
+    withdrawn = state.withdrawn
+
+    def late(*given: Any) -> Any:
+        monkeypatch.undo()
+        store.unregister(memory)
+        return withdrawn(*given)
+
+    monkeypatch.setattr(state, "withdrawn", late)
+    with pytest.raises(ConfigError, match="is not registered"):
+        store.unregister(memory)
+    store.register(memory)
+
+
 def test_eviction_and_pins(opener: Opener, rng: np.random.Generator) -> None:
     store = opener(capacity="12MiB", pin_share=0.25)
     capacity = store.stats()["capacity_objects"]

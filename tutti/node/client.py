@@ -21,7 +21,7 @@ from tutti.base.callbacks import check_not_called
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
 from tutti.base.units import parse_nbytes
-from tutti.errors import AgentLost, AgentRefused, ConfigError, DeviceTimeout, PoolClosed, TuttiError
+from tutti.errors import AgentLost, AgentRefused, DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.iocb import PagedMemory
@@ -127,10 +127,9 @@ class NodeStore(Owned, Store):
 
     @uninterrupted()
     def unregister(self, memory: HostMemory) -> None:
-        if not any(memory is known for known in self._memories):
-            raise ConfigError("this memory is not registered with this store; pass one that is")
         timeout_s = self.config.timeout_s
         with self._state.withdrawn(memory.memory, timeout_s):
+            self._chosen(memory, self._memories)
             if not (self._kept.wait_lost(timeout_s) and memory.wait_idle(timeout_s)):
                 raise DeviceTimeout("transfers are still under way; the memory stays registered")
             self._kept.unregister(memory)
