@@ -14,7 +14,7 @@ from scheduler.drive import Linear
 from waiting import wait_until
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, put_some, some_keys
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import ConfigError, DeviceTimeout, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
@@ -219,6 +219,32 @@ def test_memory_of_a_put_that_waits_for_a_clear_stays_registered(
         with pytest.raises(ConfigError, match="being unregistered"):
             put.result(10)
         over.result(10)
+
+
+def test_memory_of_a_put_that_gave_up_waiting_is_unregistered_at_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(formatted(), timeout_s=1.0) as store, ThreadPoolExecutor(3) as others:
+        memory, inside, goes_on = store.allocate_memory(2), threading.Event(), threading.Event()
+        new_epoch = store.members.new_epoch
+
+        def slowly() -> None:
+            inside.set()
+            assert goes_on.wait(30)
+            new_epoch()
+
+        monkeypatch.setattr(store.members, "new_epoch", slowly)
+        clear = others.submit(store.clear)
+        assert inside.wait(10)
+        put = others.submit(store.put, some_keys(rng, 2), range(2), memory=memory)
+        wait_until(lambda: bool(store._core._uses))
+        object.__setattr__(store.config, "timeout_s", 60.0)
+        over = others.submit(store.unregister, memory)
+        with pytest.raises(DeviceTimeout, match="recovery is not done"):
+            put.result(10)
+        over.result(10)
+        goes_on.set()
+        clear.result(10)
 
 
 def test_victims_are_not_looked_for_again_while_all_is_pinned(

@@ -180,6 +180,7 @@ class InFlight(Owned):
         finally:
             if memory is not None:
                 self._unuse(memory)
+                self.changed.notify_all()
 
     def admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> Admitted:
         """Calls ``wait_admitted`` and ``begin``, and counts an operation in flight inside.
