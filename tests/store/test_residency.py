@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -353,6 +354,27 @@ def test_a_control_group_that_vanishes_changes_nothing(
         wait_until(lambda: "keeps its groups: " in caplog.text)
         assert planned_groups(store) == 2 < whole
         assert caplog.text.count("limit of memory is gone") == 1
+
+
+def test_a_page_cache_that_cannot_be_dropped_is_tried_again(
+    paths: list[Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    root = machine_of(tmp_path / "root", 1 << 40)
+    with open_pool(paths) as store:
+        store.residency.follow(1.0, root=root)
+        store.residency.replan(budget_nbytes=1 << 40)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fadvise", fails)
+            set_limit(root, 0)
+            wait_until(lambda: "keeps its groups: cannot use" in caplog.text)
+            assert planned_groups(store) > 0
+        wait_until(lambda: planned_groups(store) == 0)
 
 
 def test_after_a_limit_is_lifted_the_plan_follows_the_machine(

@@ -234,7 +234,8 @@ class FileMember(Owned):
         start = offset - offset % _FOLIO_NBYTES_MAX
         end = offset + nbytes + -(offset + nbytes) % _FOLIO_NBYTES_MAX
         self.write_back(start, end - start)
-        os.posix_fadvise(self._cached_fd, start, end - start, os.POSIX_FADV_DONTNEED)
+        with _explained(self.name):
+            os.posix_fadvise(self._cached_fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def resident_nbytes(self, offset: int, nbytes: int) -> int:
         """Number of these bytes in the page cache, in whole pages (mincore(2)).
