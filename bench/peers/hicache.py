@@ -41,17 +41,17 @@ class HiCachePeer(Peer):
 
     def __init__(self, plan: PeerPlan, backend: str, **options: Any) -> None:
         _publish_settings()
+        import torch
+
         self._plan = plan
         self._pool, self._controller = _controller(plan)
+        self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
         self._marks = self._places_of_marks()
         for page in range(BATCH_PAGES):
             self._mark(page, b"\xff" * _MARK_NBYTES)
         self._attach: Callable[[], None] = lambda: self._controller.attach_storage_backend(
             backend, model_name="llama-3-8b", storage_backend_extra_config=options
         )
-        import torch
-
-        self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
 
     def open(self) -> None:
         """Attaches the backend, and waits until its memory was moved to large pages."""
@@ -118,11 +118,7 @@ class HiCachePeer(Peer):
     def _places_of_marks(self) -> list[tuple[int, int]]:
         """Addresses of the first and the last bytes of every page."""
         places = []
-        size = self._plan.page_tokens
-        for page in range(BATCH_PAGES):
-            import torch
-
-            indices = torch.arange(page * size, (page + 1) * size)
+        for indices in self._indices.split(self._plan.page_tokens):
             pointers, sizes = self._pool.get_page_buffer_meta(indices)
             places.append((int(pointers[0]), int(pointers[-1]) + int(sizes[-1]) - _MARK_NBYTES))
         return places

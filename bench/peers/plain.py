@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -124,13 +125,8 @@ class FilesPeer(PlainPeer):
         self._each(batch, os.O_RDONLY, os.preadv)
 
     def exists(self, batches: list[int]) -> int:
-        found = 0
-        for batch in batches:
-            for page in range(BATCH_PAGES):
-                if not self._file(batch, page).exists():
-                    return found
-                found += 1
-        return found
+        files = (self._file(batch, page) for batch in batches for page in range(BATCH_PAGES))
+        return sum(1 for _ in takewhile(Path.exists, files))
 
     def _each(self, batch: int, flags: int, transfer: Callable[..., int]) -> None:
         def move(page: int) -> None:
@@ -142,9 +138,7 @@ class FilesPeer(PlainPeer):
             if moved != self._plan.page_nbytes:
                 raise MediumError(f"only {moved} bytes of a page were moved; is the disk full?")
 
-        futures = [self._threads.submit(move, page) for page in range(BATCH_PAGES)]
-        for future in futures:
-            future.result(timeout=_WAIT_S)
+        list(self._threads.map(move, range(BATCH_PAGES), timeout=_WAIT_S))
 
     def _file(self, batch: int, page: int) -> Path:
         return self._directory / f"{batch:06d}-{page:03d}"
