@@ -3,7 +3,7 @@
     python -m tutti.bench.peers.process PLAN NAME
 
 Each peer has a process, so that CPU time and memory are its own. It takes one command per line
-(`store 3`, `load 3`, `ways 3 0`, `exists 0 1 2`, `pages`, `quit`) and answers with a line of JSON.
+(`store 3`, `load 3`, `ways 3 0 1`, `exists 0 1 2`, `pages`, `quit`) and answers with JSON.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from random import Random
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from tutti.base.interrupts import uninterrupted
 from tutti.bench.peers.hicache import COLLAPSE_S, HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
-from tutti.bench.peers.peer import Peer, PeerPlan
+from tutti.bench.peers.peer import BATCH_PAGES, Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
-from tutti.bench.peers.same_memory import WAYS, ways_of
-from tutti.errors import ConfigError, MediumError, TuttiError
+from tutti.bench.peers.same_memory import STORE, WAYS, discard, ways_of
+from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang.host.host_pools import advise_hugepages
 
@@ -71,6 +73,9 @@ def _sglang_backend(name: str, plan: PeerPlan) -> tuple[str, dict[str, Any]]:
     return backends[name]
 
 
+_COMMANDS = ("store", "load", "ways", "exists", "pages")
+_OTHER_BATCH = 1 << 32  # is stored, and discarded, to compare stores
+
 #: The SGLang backend or the package that each peer needs; empty if it needs neither.
 PEERS: dict[str, str] = {
     "hicache-tutti": "dynamic",
@@ -94,6 +99,7 @@ class PeerProcess:
         self._peer = peer
         self._plan = plan
         self._directory = Path(plan.directory)
+        self._files: list[IO[bytes]] = []  # without names, and overwritten: see same_memory.FILES
         if plan.host_pages in ("advise", "collapse"):
             stop = threading.Event()
             timer = threading.Timer(COLLAPSE_S, stop.set)
@@ -106,22 +112,15 @@ class PeerProcess:
 
     def answer(self, command: str, batches: list[int]) -> dict[str, Any]:
         """Carries out one command."""
-        if command in ("store", "load", "ways"):
-            answer: dict[str, Any] = getattr(self, f"_{command}")(*batches)
-            return answer
-        if command == "exists":
-            return self._exists(batches)
-        if command == "pages":
-            _, nbytes = memory = self._peer.memory()
-            return {"nbytes": nbytes, "hugepage_nbytes": hugepage_nbytes([memory])}
-        raise ConfigError(
-            f"{command} is not a command; give store, load, ways, exists, pages or quit"
-        )
+        if command not in _COMMANDS:
+            raise ConfigError(f"{command} is not a command; give {', '.join(_COMMANDS)} or quit")
+        answer: dict[str, Any] = getattr(self, f"_{command}")(*batches)
+        return answer
 
-    def _store(self, batch: int) -> dict[str, Any]:
+    def _store(self, batch: int, *, write: Callable[[], None] | None = None) -> dict[str, Any]:
         self._peer.prepare_store(batch)
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        self._peer.store(batch)
+        (write or partial(self._peer.store, batch))()
         os.sync()
         return self._measured(cpu_s, wall_s)
 
@@ -134,16 +133,33 @@ class PeerProcess:
         self._peer.check(batch)
         return measured
 
-    def _ways(self, batch: int, turn: int) -> dict[str, Any]:
-        """Reads a batch in all ways, in cyclic order from the one with number ``turn``."""
-        ways = ways_of(self._peer.kept(batch), partial(self._peer.load, batch))
-        names = (WAYS[(turn + i) % len(WAYS)] for i in range(len(WAYS)))
-        return {name: self._load(batch, read=ways[name]) for name in names}
+    def _ways(self, batch: int, *turns: int) -> dict[str, Any]:
+        """Loads a batch and stores another in all ways, in a random order of each turn."""
+        peer, answers = self._peer, []
+        load, store = partial(peer.load, batch), partial(peer.store, _OTHER_BATCH)
+        peer.prepare_store(batch)
+        while len(self._files) < BATCH_PAGES:
+            file = TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - used until exit
+            self._files.append(file)
+        ways = ways_of(peer.kept(batch), load, store, self._files)
+        for turn in turns:
+            answers.append(answer := dict[str, Any]())
+            for name in Random(turn).sample([*ways], len(ways)):
+                if WAYS[name] == STORE:
+                    answer[name] = self._store(_OTHER_BATCH, write=ways[name])
+                    discard(peer.kept(_OTHER_BATCH))
+                else:
+                    answer[name] = self._load(batch, read=ways[name])
+        return {"turns": answers}
 
-    def _exists(self, batches: list[int]) -> dict[str, Any]:
+    def _exists(self, *batches: int) -> dict[str, Any]:
         wall_s = time.perf_counter()
-        found = self._peer.exists(batches)
+        found = self._peer.exists([*batches])
         return {"pages": found, "wall_s": time.perf_counter() - wall_s}
+
+    def _pages(self) -> dict[str, Any]:
+        _, nbytes = memory = self._peer.memory()
+        return {"nbytes": nbytes, "hugepage_nbytes": hugepage_nbytes([memory])}
 
     def _measured(self, cpu_s: float, wall_s: float) -> dict[str, Any]:
         return {
@@ -155,31 +171,21 @@ class PeerProcess:
 
     def _forget_cached(self) -> None:
         """Drops the files from the page cache; removes the oldest if the peer keeps all files."""
-        files = sorted(
-            (path for path in self._directory.rglob("*") if path.is_file()),
-            key=lambda path: path.stat().st_mtime_ns,
-        )
-        kept, nbytes = [], 0
-        for path in reversed(files):
+        files = [path for path in self._directory.rglob("*") if path.is_file()]
+        nbytes = 0
+        for path in sorted(files, key=lambda path: -path.stat().st_mtime_ns):
             nbytes += path.stat().st_size
             if nbytes > self._plan.kept_nbytes and len(files) > 1:
                 path.unlink()
-            else:
-                kept.append(path)
-        for path in kept:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+                continue
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _memory(name: str) -> int:
     """Bytes that proc(5) calls VmRSS or VmHWM."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise MediumError(f"/proc/self/status says no {name}; run this on Linux")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 @uninterrupted()  # on one thread, as SGLang calls its backends

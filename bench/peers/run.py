@@ -16,6 +16,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers.fio_peers import FIO, FioPeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.process import PEERS
+from tutti.bench.peers.same_memory import WAYS
 from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.bench.writable import options
 from tutti.errors import ConfigError, DeviceTimeout, MediumError
@@ -41,7 +43,7 @@ PHASES = ("store", "load")
 _BASE = "hicache-tutti"
 _TIMEOUT_S = 300.0
 _PREFIX = "tutti-peers-"
-_TURNS = 2  # reads per way to read the same memory, for each other peer of a launch
+_TURNS = 2  # of all ways to use the same memory, for each other peer of a launch
 _EXISTS_PAGES = 1024
 
 
@@ -172,15 +174,10 @@ def _missing(name: str, args: argparse.Namespace) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {}
-    for name in ("sglang", "torch", "nixl", "lmcache"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {
+        name: next((found.version for found in metadata.distributions(name=name)), "not installed")
+        for name in ("sglang", "torch", "nixl", "lmcache")
+    }
 
 
 #: In turn, `hicache-tutti` is the first, second and third system that a launch starts.
@@ -228,12 +225,14 @@ class _Worker:
         loaded = Sample(**self._asker.ask("load", max(0, batch - self._batches + 1)))
         return {"store": stored, "load": loaded}
 
-    def read_in_turns(self, found: _Measured) -> None:
-        """Reads the batch that was loaded last in every way, into the same memory."""
-        batch = max(0, self._next - self._batches)
-        for turn in range(len(found.ways), len(found.ways) + _TURNS):
-            answer = self._asker.ask("ways", batch, turn)
-            found.ways.append({name: Sample(**of) for name, of in answer.items()})
+    def try_ways(self, found: _Measured) -> None:
+        """Loads the batch that was stored last, and stores others, in every way."""
+        turns = range(len(found.ways), len(found.ways) + _TURNS)
+        for turn in self._asker.ask("ways", self._next - 1, *turns)["turns"]:
+            found.ways.append({name: Sample(**of) for name, of in turn.items()})
+        # Stores of rounds evict; this one takes the slots that were left free.
+        self._asker.ask("store", self._next)
+        self._next += 1
 
     def look_up(self, times: int, found: _Measured) -> None:
         """Looks up a long prompt, made of repeated stored batches; reads the kind of pages."""
@@ -315,7 +314,7 @@ def _launch(
             _rounds(rounds, [base], found)
         for name in others:
             if base is not None:
-                base.read_in_turns(found[_BASE])
+                base.try_ways(found[_BASE])
             if found[name].failed:
                 continue
             try:
@@ -366,9 +365,9 @@ def _cell(found: dict[str, _Measured], plan: PeerPlan, rounds: int, turns: int) 
 
 
 def _ways(turns: list[dict[str, Sample]], of_a_launch: int) -> dict[str, Any]:
-    samples = {name: [turn[name] for turn in turns] for name in same_memory.WAYS if turns}
+    samples = {name: [turn[name] for turn in turns] for name in WAYS if turns}
     return {
-        name: _phase(of, samples[same_memory.LOAD] if name != same_memory.LOAD else [], of_a_launch)
+        name: _phase(of, samples[WAYS[name]] if WAYS[name] != name else [], of_a_launch)
         for name, of in samples.items()
     }
 
@@ -422,7 +421,7 @@ HEAD = [
 
 
 def rows_of(cell: dict[str, Any]) -> list[list[str]]:
-    """A line for each peer and direction, and for each way to read `hicache-tutti`'s memory."""
+    """A line for each peer and direction, and for each way to use `hicache-tutti`'s memory."""
     rows = []
     for name, facts in cell["peers"].items():
         exists = facts.get("exists")
@@ -432,7 +431,8 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
             rows.append([name, phase, *_figures(facts[phase]), *last])
     for name, found in cell.get("same_memory", {}).items():
         last = ["", _large_pages(_BASE, cell["peers"][_BASE])]
-        rows.append([f"same memory: {name}", "load", *_figures(found), *last])
+        phase = "store" if WAYS[name] == same_memory.STORE else "load"
+        rows.append([f"same memory: {name}", phase, *_figures(found), *last])
     return rows
 
 
@@ -457,7 +457,7 @@ def _large_pages(name: str, facts: dict[str, Any]) -> str:
 
 
 def notes_of(cell: dict[str, Any]) -> list[str]:
-    """Notes on the reads of the same memory; older results have none."""
+    """Notes on the ways to use the same memory; older results have none."""
     ways = cell.get("same_memory")
     if not ways:
         return []

@@ -1,7 +1,7 @@
-"""Alternates a store's loads with other reads of the same bytes into the same memory.
+"""Alternates a store's transfers with others of as many bytes, from and into the same memory.
 
 Physical pages of two processes differ in speed, as do locations on a disk.  Here both are the same,
-so that a ratio depends only on the software.
+but for reads of a file per page, so that a ratio depends only on the software.
 """
 
 from __future__ import annotations
@@ -9,28 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
-from os import preadv
-from typing import Any, NamedTuple
+from fcntl import F_SETFL, fcntl
+from functools import partial
+from os import O_DIRECT, preadv, pwritev, sync
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from tutti.base.arrays import Keys
-from tutti.bench.statistics import interval_text
+from tutti.bench.statistics import bootstrap_median, interval_text, ratios
 from tutti.errors import MediumError
-from tutti.gio_uring.engine import PRIORITY_LOAD
+from tutti.gio_uring.engine import DIGEST_NONE, PRIORITY_LOAD
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.memory.host_memory import HostMemory
+from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
 
-LOAD, UNVERIFIED = "loads", "unverified loads"
+LOAD, STORE = "loads", "stores"
+UNVERIFIED = {LOAD: "unverified loads", STORE: "unverified stores"}
 RAW = ("raw reads, four threads", "raw reads, engine alone")
-WAYS = (LOAD, UNVERIFIED, *RAW)
+FILES = "raw reads, a file per page"
+#: Each way, and the one that it is compared with.
+WAYS = dict.fromkeys((LOAD, UNVERIFIED[LOAD], *RAW, FILES), LOAD) | dict.fromkeys(
+    (STORE, UNVERIFIED[STORE]), STORE
+)
 LOAD_BAR = 1.05  # times the best peer's loads
-_VERIFY_BAR = 0.97  # verified loads, of unverified ones
+_VERIFY_BAR = 0.97  # verified loads and stores, of unverified ones
 _RAW_BAR = 0.97  # of raw reads: what the engine may lose for them to be a bound
 _THREADS = 4
 _WAIT_S = 120.0
+
+Call = Callable[[], None]
+#: Arguments of preadv(2) and pwritev(2).
+_Piece = tuple[int, list[Any], int]
 
 
 class Kept(NamedTuple):
@@ -41,63 +52,100 @@ class Kept(NamedTuple):
     keys: Keys
 
 
-def ways_of(kept: Kept, load: Callable[[], None]) -> dict[str, Callable[[], None]]:
-    """Functions for WAYS to read the batch that `load` loads, fully prepared."""
-    core = kept.store._core
-    pages = np.arange(len(kept.keys), dtype=np.uint32)
+def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict[str, Call]:
+    """Functions for WAYS, fully prepared.  kept: the batch that `load` loads; the memory has its
+    bytes now, which are written to `files`, a page to each.
+    """
+    core, memory = kept.store._core, kept.memory
+    numbers = np.arange(len(kept.keys), dtype=np.uint32)
     with core.lock:
         slots = core.index.find(kept.keys)
-    extents, memory = core.extents(slots), kept.memory
-    pieces = _pieces(kept, extents)
+    extents = core.extents(slots)
 
-    def unverified() -> None:
-        config = core.config
-        core.config = replace(config, verify="off")
+    def unverified(transfer: Call) -> None:
+        puts, config = kept.store._writer._quick._data, core.config
+        digest = puts.digest
+        core.config, puts.digest = replace(config, verify="off"), DIGEST_NONE
         try:
-            load()
+            transfer()
         finally:
-            core.config = config
-
-    def read(piece: tuple[int, list[Any], int]) -> None:
-        if preadv(*piece) != sum(view.nbytes for view in piece[1]):
-            raise MediumError("a raw read ended before its last byte; is the pool's file whole?")
-
-    def by_threads() -> None:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(read, pieces))
+            core.config, puts.digest = config, digest
 
     def by_engine() -> None:
         job = kept.store.engine.submit(
-            OPCODE_READ, extents, pages, memory.memory, priority=PRIORITY_LOAD
+            OPCODE_READ, extents, numbers, memory.memory, priority=PRIORITY_LOAD
         )
         if not job.wait_layers(memory.layout.layers, _WAIT_S) or job.page_status.any():
             raise MediumError("the engine's own reads failed; see the kernel's log")
 
-    return dict(zip(WAYS, (load, unverified, by_threads, by_engine), strict=True))
+    pieces = _pieces(kept, extents)
+    written = _written(pieces, memory.layout.layers, files)
+    return {
+        LOAD: load,
+        UNVERIFIED[LOAD]: partial(unverified, load),
+        RAW[0]: partial(_each, _THREADS, pieces, preadv),
+        RAW[1]: by_engine,
+        # NIXL, too, gives the kernel all requests of a batch at once.
+        FILES: partial(_each, len(written), written, preadv),
+        STORE: store,
+        UNVERIFIED[STORE]: partial(unverified, store),
+    }
 
 
-def _pieces(kept: Kept, extents: Any) -> list[tuple[int, list[Any], int]]:
-    """Arguments of preadv(2) for each page, or for each layer if layers are not adjacent."""
-    store, memory, numbers = kept.store, kept.memory, count()
+def discard(kept: Kept) -> None:
+    """Frees the slots of a batch.  Unlike `delete` this leaves no hole in the pool's file, which
+    would make the next store slower.  Raises MediumError if a page of the batch is not stored.
+    """
+    with kept.store._core.lock:
+        slots = np.sort(kept.store._core.index.find(kept.keys))
+        if slots[0] == MISSING:
+            raise MediumError("a page was not stored; is the pool too small?")
+        kept.store._reclaimer.discard(slots)
+
+
+def _each(threads: int, pieces: list[_Piece], call: Callable[..., int]) -> None:
+    def transfer(piece: _Piece) -> None:
+        if call(*piece) != sum(view.nbytes for view in piece[1]):
+            raise MediumError("a raw transfer ended before its last byte; is the disk full?")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(transfer, pieces))
+
+
+def _pieces(kept: Kept, extents: Any) -> list[_Piece]:
+    """The pages in the pool's files; if layers are not adjacent, each layer of a page."""
+    store, memory = kept.store, kept.memory
     controller: Any = store.controller  # of files
-    segments, pieces = range(len(memory.layout.segments)), []
+    layers, segments = memory.layout.layers, range(len(memory.layout.segments))
+    pieces: list[_Piece] = []
     for slba, nsid, slots in zip(extents.slba, extents.nsid, extents.count, strict=True):
-        for i in range(slots):
-            page = next(numbers)
-            for layer in range(memory.layout.layers):
-                block = slba + i * extents.slice_nlb + layer * extents.layer_stride_nlb
-                views = [memory.segment(page, layer, k) for k in segments]
-                offset = int(block) * store.engine.lba_nbytes
-                pieces.append((controller.members[int(nsid) - 1].fd, views, offset))
+        for i, layer in np.ndindex(int(slots), layers):
+            block = slba + i * extents.slice_nlb + layer * extents.layer_stride_nlb
+            views = [memory.segment(len(pieces) // layers, layer, k) for k in segments]
+            offset = int(block) * store.engine.lba_nbytes
+            pieces.append((controller.members[int(nsid) - 1].fd, views, offset))
     return pieces
 
 
+def _written(pieces: list[_Piece], layers: int, files: list[IO[bytes]]) -> list[_Piece]:
+    """The same pages in a file each, written with the bytes in memory."""
+    written: list[_Piece] = []
+    for page, file in enumerate(files):
+        fcntl(file, F_SETFL, O_DIRECT)
+        views = [view for piece in pieces[page * layers :][:layers] for view in piece[1]]
+        written.append((file.fileno(), views, 0))
+    _each(_THREADS, written, pwritev)
+    sync()
+    return written
+
+
 def notes_of(ways: dict[str, Any], best: float | None) -> list[str]:
-    """Notes on the ways.  best: Tutti's load rate over the best other backend's, if any."""
-    over = {name: of["base_over_this_speed"] for name, of in ways.items() if name != LOAD}
-    raw = min((over[name] for name in RAW), key=lambda of: float(of["median"]))
-    verified = over[UNVERIFIED]
-    engine = over[RAW[0]]["median"] / over[RAW[1]]["median"]
+    """Notes on the ways, of which older results lack some.  best: Tutti's load rate over the best
+    other backend's, if any.
+    """
+    over = {name: of.get("base_over_this_speed") for name, of in ways.items()}
+    fastest = min(RAW, key=lambda name: float(over[name]["median"]))
+    raw, engine = over[fastest], over[RAW[0]]["median"] / over[RAW[1]]["median"]
     loads = f"loads have {interval_text(raw, 2)} of the speed of the faster raw reads of the same"
     loads += " bytes into the same memory"
     if raw["low"] >= _RAW_BAR:
@@ -109,10 +157,21 @@ def notes_of(ways: dict[str, Any], best: float | None) -> list[str]:
         loads += "Tutti's engine" if is_engine else "Tutti's digests, look-up and queue, or SGLang"
     if best is not None:
         loads += f"; beside the best other backend they have {best:.2f}, the bar is {LOAD_BAR}"
-    reached = "reached" if verified["median"] >= _VERIFY_BAR else "**not reached**"
-    digests = ways[UNVERIFIED]["base_minus_this_cpu_s_per_gb"]
-    return [
-        f"{loads}; the engine alone has {engine:.2f} of the four threads",
-        f"verified loads have {interval_text(verified, 2)} of unverified ones in the same memory"
-        f" (bar {_VERIFY_BAR}: {reached}), and cost {interval_text(digests)} CPU-s/GB more",
-    ]
+    notes = [f"{loads}; the engine alone has {engine:.2f} of the four threads"]
+    if FILES in ways:
+        most = bootstrap_median(ratios(ways[fastest]["gb_per_s"], ways[FILES]["gb_per_s"]))
+        files = f"the faster raw reads have {interval_text(most.to_dict(), 2)} of the speed of raw"
+        files += " reads of a file per page"
+        if most.high < LOAD_BAR:
+            files += f", so no loads from Tutti's file are {LOAD_BAR} times as fast as a backend"
+            files += " that reads such files as fast"
+        notes.append(files)
+    for base, name in UNVERIFIED.items():
+        if name in ways:
+            reached = "reached" if over[name]["median"] >= _VERIFY_BAR else "**not reached**"
+            digests = interval_text(ways[name]["base_minus_this_cpu_s_per_gb"])
+            notes.append(
+                f"verified {base} have {interval_text(over[name], 2)} of unverified ones in the"
+                f" same memory (bar {_VERIFY_BAR}: {reached}), and cost {digests} CPU-s/GB more"
+            )
+    return notes

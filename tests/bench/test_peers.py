@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 from waiting import wait_until
@@ -28,7 +34,7 @@ from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
-from tutti.bench.peers.same_memory import LOAD, RAW, UNVERIFIED, WAYS, ways_of
+from tutti.bench.peers.same_memory import FILES, LOAD, RAW, STORE, UNVERIFIED, WAYS, ways_of
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
@@ -70,52 +76,101 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
             process.answer("erase", [0])
 
 
-@pytest.mark.parametrize("way", RAW)
-def test_raw_reads_bring_the_bytes_of_a_load(tmp_path: Path, way: str) -> None:
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[list[IO[bytes]]]:
+    """A file for each page of a batch."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(TemporaryFile(dir=tmp_path, buffering=0))
+            for _ in range(BATCH_PAGES)
+        ]
+
+
+@pytest.mark.parametrize("way", [*RAW, FILES])
+def test_raw_reads_bring_the_bytes_of_a_load(
+    tmp_path: Path, way: str, files: list[IO[bytes]]
+) -> None:
     peer = StorePeer(replace(plan_in(tmp_path), others=(str(tmp_path / "other"),)))
     (tmp_path / "other").mkdir()
     peer.open()
     with closing(peer):
         for batch in range(BATCHES):
             peer.store(batch)
-        reads = ways_of(peer.kept(0), lambda: None)
+        ways = ways_of(peer.kept(0), lambda: None, lambda: None, files)
         peer.prepare_load(0)
-        reads[LOAD]()
+        ways[LOAD]()
         with pytest.raises(ChecksumMismatch):
             peer.check(0)
-        reads[way]()
+        ways[way]()
         peer.check(0)
 
 
-def test_every_way_to_read_the_same_memory_is_timed_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_per_page_is_read_with_all_requests_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[IO[bytes]]
+) -> None:
+    under_way = threading.Barrier(BATCH_PAGES)
+    read: list[int] = []
+
+    def preadv(file: int, views: list[Any], offset: int) -> int:
+        under_way.wait(30)
+        read.append(file)
+        return os.preadv(file, views, offset)
+
+    monkeypatch.setattr(same_memory, "preadv", preadv)
+    peer = StorePeer(plan_in(tmp_path))
+    peer.open()
+    with closing(peer):
+        peer.store(0)
+        ways_of(peer.kept(0), lambda: None, lambda: None, files)[FILES]()
+        assert set(read) == {file.fileno() for file in files} and len(read) == BATCH_PAGES
+        assert all(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT for file in files)
+        assert {os.fstat(file).st_size for file in read} == {TOKENS * 128 * KiB}
+
+
+def test_every_way_to_use_the_same_memory_is_timed_in_random_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[IO[bytes]]
 ) -> None:
     peer = StorePeer(plan_in(tmp_path))
     process = PeerProcess(peer, plan_in(tmp_path))
     with closing(peer):
-        process.answer("store", [0])
-        answer = process.answer("ways", [0, 2])
-        assert list(answer) == [*RAW, LOAD, UNVERIFIED]
-        assert all(sample["nbytes"] == BATCH_PAGES * 128 * KiB for sample in answer.values())
+        for batch in range(BATCHES):
+            process.answer("store", [batch])
+        turns = process.answer("ways", [0, *range(8)])["turns"]
+        assert len(turns) == 8 and all(set(answer) == set(WAYS) for answer in turns)
+        orders = [list(answer) for answer in turns]
+        assert orders[0] != orders[1] != orders[2] and len({order[0] for order in orders}) > 2
+        samples = [sample for answer in turns for sample in answer.values()]
+        assert all(sample["nbytes"] == BATCH_PAGES * 128 * KiB for sample in samples)
+        assert process.answer("exists", [0, 1])["pages"] == BATCHES * BATCH_PAGES
+        assert len(peer.kept(0).store) == BATCHES * BATCH_PAGES, "what was stored here is discarded"
+        assert [path.name for path in tmp_path.iterdir()] == ["store.tutti"], "files have no name"
         core = peer.kept(0).store._core
         policies: list[str] = []
-        reads = ways_of(peer.kept(0), lambda: policies.append(core.config.verify))
-        for way in (LOAD, UNVERIFIED, LOAD):
-            reads[way]()
+        used = (lambda: policies.append(core.config.verify), partial(peer.store, 7))
+        ways = ways_of(peer.kept(0), *used, files)
+        for way in (LOAD, UNVERIFIED[LOAD], LOAD):
+            ways[way]()
         assert policies == ["always", "off", "always"]
+        for way in (STORE, UNVERIFIED[STORE], STORE):
+            ways[way]()
+            has_digests = core.index.has_digests(core.index.find(peer.kept(7).keys))
+            assert has_digests.all() if way == STORE else not has_digests.any()
+            same_memory.discard(peer.kept(7))
+        with pytest.raises(MediumError, match="a page was not stored"):
+            same_memory.discard(peer.kept(7))
         monkeypatch.setattr(same_memory, "preadv", lambda *_: 0)
         with pytest.raises(MediumError, match="ended before its last byte"):
-            reads[RAW[0]]()
+            ways_of(peer.kept(0), *used, files)[RAW[0]]()
     with pytest.raises(Unsupported, match="FilesPeer has no store"):
         FilesPeer(plan_in(tmp_path)).kept(0)
 
 
-def test_what_reads_of_the_same_memory_show_is_said() -> None:
+def test_what_ways_to_use_the_same_memory_show_is_said() -> None:
     def over(median: float) -> dict[str, Any]:
         interval = {"median": median, "low": median, "high": median}
         return {"base_over_this_speed": interval, "base_minus_this_cpu_s_per_gb": interval}
 
-    ways = {LOAD: {}, UNVERIFIED: over(0.97), RAW[0]: over(1.1), RAW[1]: over(0.98)}
+    ways = {LOAD: {}, UNVERIFIED[LOAD]: over(0.97), RAW[0]: over(1.1), RAW[1]: over(0.98)}
     loads, verified = same_memory.notes_of(ways, 0.98)
     assert loads.startswith("loads have 0.98 [0.98, 0.98] of the speed of the faster raw reads")
     assert "none is 1.05 times as fast as a backend that reads as fast as these" in loads
@@ -125,11 +180,20 @@ def test_what_reads_of_the_same_memory_show_is_said() -> None:
     assert "none is" not in loads and "lost in" not in loads
     assert loads.endswith("the engine alone has 1.12 of the four threads")
     assert "bar 0.97: reached" in verified
-    ways |= {UNVERIFIED: over(0.96), RAW[0]: over(0.96)}
+    ways |= {UNVERIFIED[LOAD]: over(0.96), RAW[0]: over(0.96)}
     loads, verified = same_memory.notes_of(ways, None)
     assert "lost in Tutti's digests, look-up and queue" in loads
     assert "lost in Tutti's engine" in same_memory.notes_of(ways | {RAW[0]: over(0.9)}, None)[0]
     assert "bar 0.97: **not reached**" in verified
+    ways |= {UNVERIFIED[STORE]: over(0.98), FILES: over(1.0) | {"gb_per_s": [1.0, 1.0, 2.0]}}
+    ways[RAW[0]]["gb_per_s"] = [1.04, 1.03, 2.04]
+    _, files, _, stores = same_memory.notes_of(ways, None)
+    assert files.startswith("the faster raw reads have 1.03 [1.02, 1.04] of the speed of raw reads")
+    assert "no loads from Tutti's file are 1.05 times as fast" in files
+    assert stores.startswith("verified stores have 0.98 [0.98, 0.98] of unverified ones")
+    assert "bar 0.97: reached" in stores
+    ways[RAW[0]]["gb_per_s"] = [1.04, 1.03, 2.2]
+    assert "no loads" not in same_memory.notes_of(ways, None)[1]
 
 
 @pytest.mark.parametrize("how", ["collapse", "thp"])
@@ -159,6 +223,14 @@ def test_fio_is_one_more_reader_and_raw_reads_are_the_bound(
     monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
     monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
     monkeypatch.setattr(fio_peers, "held_hugepages", lambda *_, **__: nullcontext("/huge"))
+    asked: list[tuple[str, str, tuple[int, ...]]] = []
+    ask = peers.PeerClient.ask
+
+    def noted(peer: peers.PeerClient, command: str, *batches: int) -> dict[str, Any]:
+        asked.append((peer.name, command, batches))
+        return ask(peer, command, *batches)
+
+    monkeypatch.setattr(peers.PeerClient, "ask", noted)
     words = ["--peers", "store", "file-per-page", "fio-hugepages", "fio-hugepages-4-pages"]
     words += ["--launches", "2"]
     result = peers.run(arguments(tmp_path, *words), progress)
@@ -170,14 +242,21 @@ def test_fio_is_one_more_reader_and_raw_reads_are_the_bound(
     for name, facts in cell["same_memory"].items():
         assert len(facts["gb_per_s"]) == 12, "two for each of three peers, in two launches"
         assert len(facts.get("base_over_this_speed_of_launches", "12")) == 2
-        assert f"same memory: {name}" in peers.report(result)
+        assert ("base_over_this_speed" in facts) is (name not in (LOAD, STORE))
+        phase = "store" if name in (STORE, UNVERIFIED[STORE]) else "load"
+        assert [f"same memory: {name}", phase] in [row[:2] for row in peers.rows_of(cell)]
+    after = [later[:2] for (_, command, _), later in pairwise(asked) if command == "ways"]
+    assert after == [("store", "store")] * 6, "the slots that they left free are taken"
     notes = peers.notes_of(cell)
-    assert len(notes) == 2 and all(note in peers.report(result) for note in notes)
+    assert len(notes) == 4 and all(note in peers.report(result) for note in notes)
+    for name in (STORE, UNVERIFIED[STORE], FILES):
+        del cell["same_memory"][name]
+    assert len(peers.notes_of(cell)) == 2 and peers.report(result), "of an older result"
     pages = {(row[0], row[1]): row[-1] for row in peers.rows_of(cell)}
     assert pages["fio-hugepages", "load"] == "hugetlbfs"
     assert pages["store", "store"] == pages["store", "load"] != ""
     del cell["same_memory"]
-    assert not peers.notes_of(cell), "of an older result"
+    assert not peers.notes_of(cell), "of one without hicache-tutti"
     assert "same memory" not in peers.report(result)
 
 
@@ -200,6 +279,21 @@ def test_a_fio_that_fails_between_rounds_costs_its_row_alone(
     (cell,) = result["cells"].values()
     assert list(cell["peers"]) == ["store"]
     assert "killed" in result["skipped"]["fio"] and "skipped: fio" in peers.report(result)
+
+
+def test_the_ways_go_on_when_a_peer_has_failed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_fio(_: FioJob) -> FioResult:
+        raise FioUnavailable("fio failed: killed")
+
+    monkeypatch.setattr(peers, "_BASE", "store")
+    monkeypatch.setattr(fio_peers, "run_fio", run_fio)
+    monkeypatch.setattr(fio_peers, "prepare_file", lambda *_: None)
+    monkeypatch.setattr(fio_peers.shutil, "which", lambda _: "fio")
+    words = ["--peers", "store", "fio", "file-per-page", "--launches", "3"]
+    (cell,) = peers.run(arguments(tmp_path, *words), progress)["cells"].values()
+    assert all(len(facts["gb_per_s"]) == 12 for facts in cell["same_memory"].values())
 
 
 def test_fio_without_hugepages_is_skipped_by_name(
