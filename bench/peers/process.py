@@ -137,6 +137,8 @@ class PeerProcess:
         """Loads a batch and stores another in all ways, in a random order of each turn."""
         peer, answers = self._peer, []
         load, store = partial(peer.load, batch), partial(peer.store, _OTHER_BATCH)
+        store()  # evicts, so that the timed stores find free slots
+        discard(peer.kept(_OTHER_BATCH))
         peer.prepare_store(batch)
         while len(self._files) < BATCH_PAGES:
             file = TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - used until exit

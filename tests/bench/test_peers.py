@@ -135,7 +135,10 @@ def test_every_way_to_use_the_same_memory_is_timed_in_random_order(
     with closing(peer):
         for batch in range(BATCHES):
             process.answer("store", [batch])
+        store, stored = peer.store, list[int]()
+        monkeypatch.setattr(peer, "store", lambda batch: (stored.append(batch), store(batch)))
         turns = process.answer("ways", [0, *range(8)])["turns"]
+        assert len(stored) == 1 + 2 * 8, "the first store evicts, and is not timed"
         assert len(turns) == 8 and all(set(answer) == set(WAYS) for answer in turns)
         orders = [list(answer) for answer in turns]
         assert orders[0] != orders[1] != orders[2] and len({order[0] for order in orders}) > 2
