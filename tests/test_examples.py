@@ -87,3 +87,8 @@ def test_the_manifest_fits_the_schema() -> None:
     assert found["spec"]["selector"]["matchLabels"].items() <= labels.items()
     mounted = {mount["name"] for c in spec["containers"] for mount in c["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize("name", ["tutti.service", "kubernetes.yaml"])
+def test_an_agent_whose_user_has_no_home_keeps_the_measured_speed(name: str) -> None:
+    assert "XDG_CACHE_HOME" in (EXAMPLES / name).read_text()
