@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 import tutti
 from tutti.cluster.second_tier import COUNTERS as TIER_COUNTERS
+from tutti.integration.sglang.metrics import METRICS
 from tutti.medium.layout import KVLayout
 from tutti.metrics import AgentCollector, StoreCollector
 from tutti.node.agent import AgentCounters
@@ -31,7 +32,7 @@ MONITORING = Path(__file__).parent.parent / "docs" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 RULES = yaml.safe_load((MONITORING / "alerts.yml").read_text())
 WAIT_S = 30.0
-NAME = re.compile(r"\btutti_[a-z_]+")
+NAME = re.compile(r"\btutti[_:][a-z_]+")
 LAYOUT = KVLayout.mha(
     layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
 )
@@ -39,7 +40,7 @@ LAYOUT = KVLayout.mha(
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of all samples of a pool and an agent."""
+    """Names of all samples of a server, a pool and an agent."""
     agent: Any = SimpleNamespace(counters=AgentCounters(), sessions={})
     path = tmp_path_factory.mktemp("monitoring") / "pool.tutti"
     config = tutti.StoreConfig(quotas=(Quota("team", 1 << 20, 1 << 20),), write_budget="1GiB")
@@ -53,7 +54,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             recovered=True,
         )
         collectors = (StoreCollector({"chat": served}), AgentCollector(agent))
-        return {
+        servers = {
+            f"tutti:{name}" + "_total" * (kind == "counter") for name, (kind, _) in METRICS.items()
+        }
+        return servers | {
             sample.name
             for collector in collectors
             for family in collector.collect()
@@ -119,6 +123,7 @@ def series(name: str, values: str, labels: str = 'pool="p"') -> dict[str, str]:
     return {"series": f"{name}{{{labels}}}", "values": values}
 
 
+MOVED, STORES = "tutti:moved_pages_total", 'pool="p",direction="store"'
 #: An alert, the time at which it has to fire, and the samples of every minute that lead to it.
 FIRES = (
     ("TuttiPoolDown", "3m", [series("tutti_up", "1 0 0 0 0")]),
@@ -132,6 +137,12 @@ FIRES = (
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "0 0 1 1")]),
     ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "1 1")]),
+    ("TuttiServerUsesNoPool", "20m", [series("tutti:recovering", "1+0x30")]),
+    (
+        "TuttiServerDropsPages",
+        "40m",
+        [series("tutti:dropped_pages_total", "0+2x60"), series(MOVED, "0+8x60", STORES)],
+    ),
 )
 #: The same alerts do not fire here.
 QUIET = (
@@ -146,6 +157,12 @@ QUIET = (
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "7 7 7 7")]),
     ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "0 0")]),
+    ("TuttiServerUsesNoPool", "20m", [series("tutti:recovering", "1+0x9 0+0x20")]),
+    (
+        "TuttiServerDropsPages",
+        "40m",
+        [series("tutti:dropped_pages_total", "0+1x60"), series(MOVED, "0+20x60", STORES)],
+    ),
 )
 
 
