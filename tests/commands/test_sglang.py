@@ -135,6 +135,18 @@ def test_a_pool_is_room_for_itself(
     assert cli.main([*COMMAND[:-1], "--capacity=8MiB", *words[:1], words[2]]) == 3
 
 
+def test_a_degraded_server_needs_no_room_where_a_drive_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder where it was mounted is on the system's disk, which is full."""
+    monkeypatch.setattr(
+        sglang.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096)
+    )
+    command = [*COMMAND, "--path", str(tmp_path / "a"), str(tmp_path / "lost")]
+    assert cli.main(command) == 3
+    assert cli.main([*command, "--option", "degraded=true"]) == 0
+
+
 def test_a_folder_of_a_drive_that_is_not_mounted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

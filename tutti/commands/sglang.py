@@ -175,7 +175,8 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     ranks, nodes = ranks_and_nodes(args.more)
     shares = None
     if not uses_agent({"path": args.path}):
-        found = _places(args.path, capacity // nodes, elsewhere=True)
+        certain = [] if options.get("degraded") else args.path  # then a drive may be lost
+        found = _places(certain, capacity // nodes, elsewhere=True)
         if failed := next((each for each in found if each.verdict == "fails"), None):
             raise (CapacityError if failed.what == "space" else PoolNotFound)(failed.text)
         shares = share(args.path, ranks)
@@ -188,7 +189,6 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     if args.mode == LINKER and (cuda := _cuda(probe.probe_cuda())).verdict == "fails":
         print(f"warning: {cuda.text}", file=sys.stderr)
     checked, note = _check(arguments)
-    text = shlex.join(command)
     notes = [] if checked else [note]
     notes.append(f"capacity: {format_nbytes(capacity)} ({capacity} bytes) over all ranks")
     if "--config" in passed:
@@ -198,7 +198,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
     notes += [] if shares is None else _share_lines(shares)
     if "--admin-api-key" not in passed:
         notes.append(f"{_NO_ADMIN_KEY}append `{start}--admin-api-key KEY` to this command")
-    text += "\n\n" + "\n".join(f"# {line}" for line in notes)
+    text = shlex.join(command) + "\n\n" + "\n".join(f"# {line}" for line in notes)
     dealt = [] if shares is None else [[p.path for p in places] for places in shares.dealt]
     result = {"command": command, "checked": checked, "note": note}
     return CommandResult({**result, "notes": notes, "dealt": dealt}, text)
