@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -52,7 +53,8 @@ def test_replicas_share_an_agent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["hicache", "linker"])
 def test_the_scripts_that_start_sglang(mode: str, tmp_path: Path) -> None:
-    place = {"POOLS": str(tmp_path / "pools"), "CAPACITY": "1GiB", "MODEL": "m", "RUN": "echo"}
+    pools = [str(tmp_path / "a"), str(tmp_path / "b")]
+    place = {"POOLS": " ".join(pools), "CAPACITY": "1GiB", "MODEL": "m", "RUN": "echo"}
     environment = {**os.environ, **place, "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
         [EXAMPLES / f"sglang_{mode}.sh", "--tp", "2"],
@@ -65,6 +67,7 @@ def test_the_scripts_that_start_sglang(mode: str, tmp_path: Path) -> None:
     line = done.stdout.splitlines()[0]
     assert "sglang.launch_server" in line and line.endswith("--tp 2")
     assert ("external-linker" in line) == (mode == "linker")
+    assert json.dumps(pools) in line
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
