@@ -245,38 +245,26 @@ def open_store(
     pool: part of the file's name.  capacity: bytes of all ranks' pools together.  schedule: of its
     puts and loads; None: by the option ``profile``.  is_kv: see `rank_members`.
     """
+    name = f"{pool}-{parallel_rank.name}"
     try:
-        return _open(layout, pool, capacity, options, parallel_rank, schedule, is_kv)
+        if uses_agent(options):
+            # One pool for all ranks and replicas with the same KV.
+            where = options["path"][0]
+            capacity //= layout.world
+            if schedule is None and options["scheduler_trace"]:
+                schedule = traced(options, speeds_of(where), layout, name)
+            profile = options["profile"] if schedule is None else schedule
+            executor = options["executor"]
+            return connect(where, layout, capacity, executor=executor, profile=profile), where
+        place, ranks = parallel_rank.place_on_node
+        members = share(options["path"], ranks).of(place, pool_file(layout, name), is_kv=is_kv)
+        if schedule is None and options["scheduler_trace"]:
+            schedule = traced(options, members, layout, name)
+        store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
+        return store, ", ".join(members)
     except (TuttiError, OSError) as error:
         _log.critical("Tutti cannot open its %s pool: %s", pool, error)
         raise
-
-
-def _open(
-    layout: KVLayout,
-    pool: str,
-    capacity: int,
-    options: Mapping[str, Any],
-    parallel_rank: ParallelRank,
-    schedule: Schedule | None,
-    is_kv: bool,
-) -> tuple[Store, str]:
-    if uses_agent(options):
-        # One pool for all ranks and replicas with the same KV.
-        where = options["path"][0]
-        capacity //= layout.world
-        if schedule is None and options["scheduler_trace"]:
-            schedule = traced(options, speeds_of(where), layout, f"{pool}-{parallel_rank.name}")
-        profile = options["profile"] if schedule is None else schedule
-        executor = options["executor"]
-        return connect(where, layout, capacity, executor=executor, profile=profile), where
-    place, ranks = parallel_rank.place_on_node
-    file = pool_file(layout, f"{pool}-{parallel_rank.name}")
-    members = share(options["path"], ranks).of(place, file, is_kv=is_kv)
-    if schedule is None and options["scheduler_trace"]:
-        schedule = traced(options, members, layout, f"{pool}-{parallel_rank.name}")
-    store = _open_members(members, layout, capacity // parallel_rank.ranks, options, schedule)
-    return store, ", ".join(members)
 
 
 def facts_of(store: Store, path: str) -> dict[str, str]:
