@@ -20,7 +20,6 @@ from tutti.base.arrays import U64, Rows
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import MiB
 from tutti.errors import DeviceTimeout, MediumError, PoolCorrupt
-from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion
@@ -144,30 +143,17 @@ class RepairReport:
 def check_files(
     paths: Sequence[str], progress: ProgressFactory, *, sample: int | None = None, seed: int = 0
 ) -> FsckReport:
-    """Checks the pool in these files or on these drives, which must not be open; see `check`."""
-    with open_controller(paths) as controller:
-        return check(controller, paths, progress, sample=sample, seed=seed)
+    """Checks the pool in these files or on these drives, which must not be open; writes nothing.
 
-
-def check(
-    controller: NativeController,
-    names: Sequence[str],
-    progress: ProgressFactory,
-    *,
-    sample: int | None = None,
-    seed: int = 0,
-) -> FsckReport:
-    """Checks the pool in the namespaces of a controller and writes nothing.
-
-    names: of the namespaces, for messages.  sample: how many objects to compare, drawn at random by
-    `seed` (default: all).  Raises PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing,
-    MemberSwapped when no pool can be checked, MediumError for an unreadable slot table.
+    sample: how many objects to compare, drawn at random by `seed` (default: all).  Raises
+    PoolNotFound, PoolCorrupt, PoolMismatch, MemberMissing, MemberSwapped when no pool can be
+    checked, MediumError for an unreadable slot table.
     """
-    with opened_io(controller) as (engine, io):
+    with open_controller(paths) as controller, opened_io(controller) as (engine, io):
         report = FsckReport()
-        if not _superblocks_agree(io, names, report):
+        if not _superblocks_agree(io, paths, report):
             return report
-        members = Members.open(io, engine, names)
+        members = Members.open(io, engine, paths)
         report.pool_uuid = members.uuid.hex()
         report.state = "clean" if members.clean else "open"
         report.slots = members.count * members.geometry.slots
@@ -483,7 +469,8 @@ class _Verifier:
     def _finding(
         self, batch: _Batch, row: int, status: int, differs: npt.NDArray[np.bool_]
     ) -> Finding:
-        member, slot = (int(part[0]) for part in self._split(batch.slots[row]))
+        split = self._members.geometry.split_members(batch.slots[row : row + 1])
+        member, slot = (int(part[0]) for part in split)
         key = batch.entries["key"][row].tobytes().hex()
         if status:
             message = f"the medium failed: {status_name(status)}"
@@ -493,6 +480,3 @@ class _Verifier:
             return Finding("record", member, "the slot's record cannot be read", slot, key)
         message = f"{len(layers)} of {differs.size} slices differ from their digests"
         return Finding("payload", member, message, slot, key, layers)
-
-    def _split(self, slot: np.int64) -> tuple[Rows, Rows]:
-        return self._members.geometry.split_members(np.array([slot]))
