@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -241,15 +241,20 @@ def _engine_loads(machine: rig.GpuUnderTest, parts: int) -> Iterator[_Loads]:
             )
         )
 
-        def begin(part: _Part) -> _Loading:
-            transfer = _submit(gpu, part)
+        def begin(extents: Extents, memory: PagedMemory) -> _Loading:
+            transfer = gpu.submit(
+                rig.OPCODES["load"], extents, pages.pages, memory, timeout_s=_TIMEOUT_S
+            )
             return _Loading(
                 lambda stream, layer: transfer.order_stream(stream, layer + 1),
-                lambda: bool(transfer.done),
+                lambda: transfer.done,
                 lambda: rig.finish(transfer),
             )
 
-        yield [(part.load.layers, partial(begin, part)) for part in _parts(pages, parts)]
+        yield [
+            (len(memory.bases), partial(begin, extents, memory))
+            for extents, memory in _parts(pages, parts)
+        ]
 
 
 @contextmanager
@@ -329,26 +334,10 @@ def _pipeline(
     }
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some layers of pages."""
-
-    load: rig.LayerLoad
-    extents: Extents
-    memory: PagedMemory
-    pages: Any
-
-
-def _parts(pages: rig.DevicePages, count: int) -> Iterator[_Part]:
+def _parts(pages: rig.DevicePages, count: int) -> Iterator[tuple[Extents, PagedMemory]]:
     """The layers of pages in `count` consecutive parts."""
     load, memory = pages.load, pages.memory
     each = load.layers // count
     for start in range(0, load.layers, each):
         extents = replace(load.extents, slba=[start * load.extents.layer_stride_nlb])
-        bases = memory.bases[start : start + each]
-        some = PagedMemory(bases, memory.segment_nbytes, memory.stride_nbytes, load.pages)
-        yield _Part(replace(load, layers=each), extents, some, pages.pages)
-
-
-def _submit(gpu: Any, part: _Part) -> Any:
-    return gpu.submit(rig.OPCODES["load"], part.extents, part.pages, part.memory, timeout_s=20.0)
+        yield extents, replace(memory, bases=memory.bases[start : start + each])
