@@ -18,7 +18,6 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tutti.bench.ttft.http import ServerError
@@ -39,12 +38,7 @@ class Clients:
     def __enter__(self) -> Clients:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def program(self, name: str, *words: object) -> None:
