@@ -96,7 +96,7 @@ COMMANDS = (
     ("bench short", "bench:add_short", "cost of transfers of a few pages"),
     ("bench placement", "bench:add_placement", "show the drive addresses of commands (emulated)"),
     ("bench eviction", "bench:add_eviction", "compare eviction policies on request traces"),
-    ("bench residency", "profile:add_residency", "compare four uses of the page cache"),
+    ("bench residency", "bench:add_residency", "compare four uses of the page cache"),
     ("bench decisions", "bench:add_decisions", "CPU time of the scheduler's decisions"),
     ("bench slack", "bench:add_slack", "compare scheduling policies (simulated)"),
     ("bench serve", "bench_serving:add_serve", "start SGLang as one of the compared systems"),
@@ -105,7 +105,7 @@ COMMANDS = (
     ("bench figures", "bench_serving:add_figures", "draw results as PNG, SVG and CSV"),
     ("sglang command", "sglang:add_command", "print the command that starts SGLang"),
     ("sglang doctor", "sglang:add_doctor", "find problems that would prevent SGLang from running"),
-    ("profile", "profile:add_profile", "measure the drive for the scheduler"),
+    ("profile", "bench:add_profile", "measure the drive for the scheduler"),
     ("simulate", "bench:add_simulate", "simulate clusters and drives"),
     ("replay", "bench:add_replay", "replay a trace with real bytes and check every byte"),
 )
