@@ -21,8 +21,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     names = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "pcie.link.gen.current")
     facts = ", ".join(f"{name} {gpu[name]}" for name in names if name in gpu)
     notes = [facts] if facts else []
-    if result.get("label"):
-        notes.append(f"Label: {result['label']}.")
     notes += [f"Not run: {r['name']} ({r['not_run']})." for r in result["rows"] if "not_run" in r]
     if not result.get("complete"):
         notes.append(f"Not complete: {result.get('stopped', 'it was cut')}.")

@@ -68,10 +68,10 @@ _LOST = {700, 702, 710, 714, 715, 716, 717, 718, 719, 721}
 
 
 def run_case(
-    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, label: str = "", commit: str = ""
+    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, commit: str = ""
 ) -> dict[str, Any]:
     """Runs the rows of a case that have no result yet; its JSON is written after each of them."""
-    content = _begun(name, machine, plan, out, label, commit)
+    content = _begun(name, machine, plan, out, commit)
     rows = content["rows"]
     known = {row["name"] for row in rows}
     try:
@@ -101,7 +101,7 @@ def run_case(
 
 
 def _begun(
-    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, label: str, commit: str
+    name: str, machine: GpuUnderTest, plan: RoundPlan, out: Path, commit: str
 ) -> dict[str, Any]:
     """The facts of a case's JSON, and the rows of an interrupted run."""
     machine_facts = describe(plan.folder) | ({"commit": commit} if commit else {})
@@ -110,7 +110,6 @@ def _begun(
     return {
         "benchmark": "gpu",
         "case": name,
-        "label": label,
         "complete": False,
         "gpu": describe_gpu(),
         "host": describe_host(machine.driver.numa_node),

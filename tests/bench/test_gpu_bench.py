@@ -172,14 +172,13 @@ def results(rows: list[Row]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", gpu.CASES)
 def test_every_case_runs(name: str, whole: GpuUnderTest, plan: RoundPlan, tmp_path: Path) -> None:
-    content = gpu.run_case(name, whole, plan, tmp_path, label="stand-in")
+    content = gpu.run_case(name, whole, plan, tmp_path)
     rows = content["rows"]
     assert content["complete"], content
     assert "not_run" not in json.dumps(rows), rows
     assert len({row["name"] for row in rows}) == len(rows) > 0
     assert json.loads((tmp_path / f"{name}.json").read_text()) == content
     assert len(gpu_report.rows_of(content)) == len(rows)
-    assert "Label: stand-in." in gpu_report.notes_of(content)
     if name == "ceiling":
         assert [row["right"] for row in rows if "right" in row] == [True] * 6
 
@@ -190,7 +189,7 @@ def test_a_case_is_drawn_as_a_table(
     rows = gpu_digests.digests(whole, plan)
     broken = Row("a row that breaks", lambda: {}["nothing"])
     monkeypatch.setitem(gpu.CASES, "digests", lambda *_: [rows[0], broken])
-    gpu.run_case("digests", whole, plan, tmp_path, label="stand-in")
+    gpu.run_case("digests", whole, plan, tmp_path)
     page = summary.render("<!-- result: digests -->\n<!-- end -->", tmp_path)
     assert "| XXH3 on 8 blocks |" in page
     assert "Not run: a row that breaks (KeyError: 'nothing')" in page
