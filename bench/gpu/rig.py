@@ -52,15 +52,13 @@ _SHARES = 4
 class LayerLoad:
     """One transfer: `pages` slices of `slice_nbytes` in each of `layers` layers.
 
-    segments: fragments of a slice in GPU memory, such as K and V.  shuffled: pages in random order,
-    so that fragments are not adjacent.
+    segments: fragments of a slice in GPU memory, such as K and V.
     """
 
     slice_nbytes: int
     pages: int
     layers: int = 32
     segments: int = 2
-    shuffled: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +78,7 @@ class LayerLoad:
 
 
 class DevicePages:
-    """Pages of a `Load` in GPU memory."""
+    """Pages of a `LayerLoad` in GPU memory, in random order, so that fragments are not adjacent."""
 
     def __init__(self, driver: Driver, load: LayerLoad, seed: int = 1) -> None:
         self._driver = driver
@@ -92,9 +90,7 @@ class DevicePages:
         bases = np.uint64(self.address) + layer[:, None] + k[None, :]
         shape = (segment,) * load.segments
         self.memory = PagedMemory(bases, shape, shape, load.pages)
-        order = np.random.default_rng(seed).permutation(load.pages)
-        pages = order if load.shuffled else np.arange(load.pages)
-        self.pages = pages.astype(np.uint32)
+        self.pages = np.random.default_rng(seed).permutation(load.pages).astype(np.uint32)
 
     def close(self) -> None:
         self._driver.free(self.address)
@@ -197,20 +193,16 @@ class GpuUnderTest:
                 kernels=KernelSize(_SHARES if kind == "launch" else blocks, move_blocks=blocks),
                 staging_nbytes=staging_nbytes,
             )
-            try:
-                yield engine
-            finally:
-                engine.close(_TIMEOUT_S)
+            stack.callback(engine.close, _TIMEOUT_S)
+            yield engine
 
     def close(self) -> None:
         self.tables.close()
 
 
-@contextmanager
-def zero_copy() -> Iterator[MemoryController]:
+def zero_copy() -> MemoryController:
     """A controller that checks and completes commands but moves nothing."""
-    with MemoryController([1024 * MiB], mode="zero_copy") as controller:
-        yield controller
+    return MemoryController([1024 * MiB], mode="zero_copy")
 
 
 def spin_until(is_done: Callable[[], bool], what: str) -> None:
