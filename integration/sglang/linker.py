@@ -235,7 +235,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
             rids=list(queued),
             name=str(self.layer_done_counter.next_index),
             ahead=self.ahead,
-            fence=self._fence(),
+            fence=Fence(self.record_offload_ready()),
             timeout_s=self._timeout_s,
             gpu=self._gpu,
         )
@@ -271,7 +271,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         if self._events is not None and (keys := self._keys(adapter.kv_of(transfers))) is not None:
             self._events.offered(adapter.kv_names(transfers), keys)
         taken, declined = admitted([OffloadPart(*part) for part in parts], self._second_touches)
-        self.backlog.add(taken, self._fence(), whole=not declined)
+        self.backlog.add(taken, Fence(self.record_offload_ready()), whole=not declined)
         self.metrics.level("backlog_pages", self.backlog.locked)
         return True
 
@@ -440,9 +440,6 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """Fingerprint of all pools: one pool's pages are useless without the others'."""
         prints = [pool.store.layout.fingerprint for pool in self.stored_pools.values()]
         return prints[0] if len(prints) == 1 else xxhash.xxh3_128_digest(b"".join(prints))
-
-    def _fence(self) -> Fence:
-        return Fence(self.record_offload_ready())
 
     def _start_loads(self) -> None:
         ended = False

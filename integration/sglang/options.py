@@ -21,7 +21,6 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.store_config import StoreConfig
 
 HICACHE, LINKER = "hicache", "linker"
-BOTH = (HICACHE, LINKER)
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,11 @@ class Option:
     kind: str
     default: Any
     meaning: str
-    modes: Sequence[str] = BOTH
+    modes: Sequence[str] = (HICACHE, LINKER)
     choices: Sequence[str] = ()
     minimum: float | None = None
     required: bool = False
 
-
-HUGEPAGES = ("advise", "collapse", "off")
 
 #: Options of both modes and of HiCache; the linker passes its own to `parse_options`.
 OPTIONS: tuple[Option, ...] = (
@@ -174,7 +171,7 @@ OPTIONS: tuple[Option, ...] = (
         "collapse",
         "hugepages for the host pool; collapse also moves pages that are in use already",
         modes=(HICACHE,),
-        choices=HUGEPAGES,
+        choices=("advise", "collapse", "off"),
     ),
 )
 
