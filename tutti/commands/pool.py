@@ -208,7 +208,8 @@ def run_info(args: argparse.Namespace) -> CommandResult:
     objects = _total([member.objects for member in members])
     quarantined = _total([member.quarantined for member in members])
     created = datetime.datetime.fromtimestamp(newest.created_ns // 10**9, datetime.UTC)
-    state = _state(members, owners)
+    is_clean = all(member.superblock.state == PoolState.CLEAN for member in members)
+    state = "in use" if owners else "clean" if is_clean else "not closed"
     result = {
         "pool_uuid": newest.pool_uuid.hex(),
         "created": created.isoformat(),
@@ -308,13 +309,6 @@ def _read_counts(read: _Read, superblock: Superblock, path: str) -> tuple[int | 
         return None, None
     objects = int(np.count_nonzero(entries["state"] == RecordState.READY))
     return objects, entries.size - objects
-
-
-def _state(members: list[_Member], owners: list[int]) -> str:
-    if owners:
-        return "in use"
-    is_clean = all(member.superblock.state == PoolState.CLEAN for member in members)
-    return "clean" if is_clean else "not closed"
 
 
 def _total(counts: list[int | None]) -> int | None:
