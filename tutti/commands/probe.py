@@ -54,11 +54,13 @@ def _verdict(tier: TierFacts) -> str:
 
 def _text(machine: MachineFacts) -> str:
     root = "root" if machine.is_root else "not root"
+    uring = machine.uring
+    works = f"works, with {', '.join(uring.features)}"
     rows: list[tuple[str, object]] = [
         ("machine", f"{machine.kernel}, {machine.machine}, {machine.cpus} CPUs, {root}"),
         ("digests", f"XXH3 with {machine.digest_isa} instructions"),
         ("scheduler", _SCHEDULERS[scheduler_form()]),
-        *_uring_rows(machine),
+        ("io_uring", works if uring.available else f"refused: {uring.reason}"),
         *_memory_rows(machine.memory),
         ("files", _direct_text(machine)),
         ("IOMMU", _iommu_text(machine)),
@@ -87,13 +89,6 @@ def _text(machine: MachineFacts) -> str:
         if not tier.available
     ]
     return "\n\n".join(parts)
-
-
-def _uring_rows(machine: MachineFacts) -> list[tuple[str, object]]:
-    uring = machine.uring
-    if not uring.available:
-        return [("io_uring", f"refused: {uring.reason}")]
-    return [("io_uring", f"works, with {', '.join(uring.features)}")]
 
 
 def _memory_rows(memory: TransferMemoryFacts) -> list[tuple[str, object]]:
