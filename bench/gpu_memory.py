@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_engine import KINDS, DeviceEngine
 from tutti.gio_uring.gpu.driver import CudaDriver, Driver
-from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES, HostEngine
-from tutti.gio_uring.gpu.mover import choose_mover
+from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.verifier import Verifier
 from tutti.medium.layout import KVLayout
 from tutti.memory.device_memory import DeviceMemory
@@ -62,18 +61,11 @@ class DevicePool:
     def _open_engine(self, store: ObjectStore) -> HostEngine | DeviceEngine:
         if self._engine != "host":
             return DeviceEngine(
-                self._driver,
-                self._modules,
-                store.engine.controller,
-                kind=self._engine,
-                staging_nbytes=STAGING_NBYTES,
+                self._driver, self._modules, store.engine.controller, kind=self._engine
             )
-        verifier = None
-        if store.config.verify != "off":
-            verifier = Verifier(self._driver, self._modules)
-        return HostEngine(
-            self._driver, store.engine, mover=choose_mover(self._driver), verifier=verifier
-        )
+        verifies = store.config.verify != "off"
+        verifier = Verifier(self._driver, self._modules) if verifies else None
+        return HostEngine(self._driver, store.engine, verifier=verifier)
 
 
 @contextmanager
@@ -83,11 +75,5 @@ def open_gpu() -> Iterator[tuple[Driver, Modules]]:
         driver = CudaDriver()
     except Unsupported as error:
         raise ConfigError(f"--gpu: {error}; leave it out to measure host memory") from error
-    try:
-        modules = Modules(driver)
-        try:
-            yield driver, modules
-        finally:
-            modules.close()
-    finally:
-        driver.close()
+    with closing(driver), closing(Modules(driver)) as modules:
+        yield driver, modules
