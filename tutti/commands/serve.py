@@ -172,19 +172,16 @@ def run(args: argparse.Namespace) -> CommandResult:
     path = args.socket.removeprefix(AGENT)
     agent = Agent(AgentConfig(path, group=_group(args.group)), pools)
     _raise_files_limit()
-    try:
-        with contextlib.ExitStack() as stack:
-            if args.metrics is not None:
-                from tutti.metrics import AgentCollector, StoreCollector, published
+    with contextlib.closing(pools), contextlib.ExitStack() as stack:
+        if args.metrics is not None:
+            from tutti.metrics import AgentCollector, StoreCollector, published
 
-                collectors = (StoreCollector(pools.stores), AgentCollector(agent))
-                stack.enter_context(published(args.metrics, *collectors))
-            pools.open_given()
-            for name, store in pools.stores().items() if args.capacity else ():
-                warn_of_capacity(name, args.capacity, store.members.count, store.geometry)
-            _serve(agent, path)
-    finally:
-        pools.close()
+            collectors = (StoreCollector(pools.stores), AgentCollector(agent))
+            stack.enter_context(published(args.metrics, *collectors))
+        pools.open_given()
+        for name, store in pools.stores().items() if args.capacity else ():
+            warn_of_capacity(name, args.capacity, store.members.count, store.geometry)
+        _serve(agent, path)
     result = dict(vars(agent.counters))
     return CommandResult(result, facts(list(result.items())))
 
