@@ -338,19 +338,13 @@ class _Tables:
         same = (records["key"] == part["key"]).all(axis=1)
         same &= records["sequence"] == part["sequence"]
         right = (part["state"] == RecordState.QUARANTINED) | (held & same)
+        message = "the slot's record is damaged or belongs to another object"
         for entry in part[~right]:
             self._report.objects += 1
+            key = entry["key"].tobytes()
             if not entry["flags"] & FLAG_DIGESTS:
-                self._report.blind_keys.append(entry["key"].tobytes())
-            self._report.add(
-                Finding(
-                    "record",
-                    member,
-                    "the slot's record is damaged or belongs to another object",
-                    int(entry["slot"]),
-                    entry["key"].tobytes().hex(),
-                )
-            )
+                self._report.blind_keys.append(key)
+            self._report.add(Finding("record", member, message, int(entry["slot"]), key.hex()))
         confirmed: Entries = part[right]
         return confirmed
 
