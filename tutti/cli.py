@@ -51,19 +51,14 @@ _EXIT_CODES = (
     (EXIT_TERMINATED, "terminated by SIGTERM, after cleaning up"),
 )
 
-
-def _pages() -> Path:
-    """The folder of the pages that help texts and errors call docs/NAME.md."""
-    package = Path(__file__).resolve().parent
-    installed, checkout = package / "docs", package.parent / "docs"
-    return installed if installed.exists() else checkout
-
-
+_PACKAGE = Path(__file__).resolve().parent
+#: The pages that help texts and errors call docs/NAME.md: installed, or those of the checkout.
+_PAGES = _PACKAGE / "docs" if (_PACKAGE / "docs").exists() else _PACKAGE.parent / "docs"
 _EPILOG = (
     "exit codes:\n"
     + "\n".join(f"  {code:<5}{meaning}" for code, meaning in _EXIT_CODES)
     + "\n\n`tutti COMMAND --help` describes a command and shows an example."
-    + f"\nPages called docs/NAME.md are in\n  {_pages()}"
+    + f"\nPages called docs/NAME.md are in\n  {_PAGES}"
     + "\nShell completion: pip install argcomplete, then"
     + ' eval "$(register-python-argcomplete tutti)".'
 )
