@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
-from tutti.arguments import nbytes, nbytes_text, positive
+from tutti.arguments import PAGE_SIZE, nbytes, nbytes_text, positive
 from tutti.base.terminal import table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.commands.members import check_exist, has_superblock
@@ -50,7 +50,6 @@ from tutti.pool.places import (
 )
 from tutti.pool.pool_format import is_labelled
 
-PAGE_SIZE = 64
 LAYOUT = "page_first"
 _MEMLOCK_WANTED_NBYTES = 64 * MiB
 _NO_ADMIN_KEY = (
