@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.identity import ServedModel, version_at_start
-from tutti.integration.sglang.launch import VERSIONS
+from tutti.integration.sglang.launch import VERSIONS, installed_version
 
 __all__ = [
     "AllBlocksCleared",
@@ -63,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 def check_version() -> None:
     """Raises Unsupported unless this adapter supports the installed SGLang."""
-    found = metadata.version("sglang")
+    found = installed_version()
     if found.split("+")[0] not in VERSIONS:
         raise Unsupported(
             f"SGLang {found} is installed, this version of Tutti works with "
