@@ -43,10 +43,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "ahead_pieces": ("gauge", "read-ahead pieces in flight at once, chosen by trials, by path"),
     "ahead_used_pages": ("counter", "read-ahead pages that a batch used, each counted once"),
     "ahead_unused_pages": ("counter", "read-ahead pages dropped before any batch used them"),
-    "kernel_copied_pages": (
-        "counter",
-        "pages that a kernel copied between staging and GPU memory, once for each layer",
-    ),
+    "kernel_copied_pages": ("counter", "pages that a kernel copied via staging, once per layer"),
     "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
     "capacity_tokens": ("gauge", "tokens of usable_objects pages"),
     "missing_members": ("gauge", "members without which a degraded pool was opened"),

@@ -70,14 +70,8 @@ class MinuteLog:
         if text:
             _log.info("Tutti %s, last minute: %s", self._name, text)
         for kind, count in self._errors.repeats().items():
-            total = self._errors.counts[kind]
-            _log.warning(
-                "Tutti %s: %s again, %d times in the last minute, %d in all",
-                self._name,
-                kind,
-                count,
-                total,
-            )
+            numbers = self._name, kind, count, self._errors.counts[kind]
+            _log.warning("Tutti %s: %s again, %d times in the last minute, %d in all", *numbers)
 
 
 def summary(before: Mapping[str, float], now: Mapping[str, float]) -> str:
