@@ -128,11 +128,18 @@ _MAIN = "main"
 #: called in the identity.
 _FILES = {"quantization_param_path": "scales", "modelopt_checkpoint_restore_path": "restored"}
 #: All arguments that change it.
-_MORE_OVERRIDES = (*_FILES, "modelopt_quant", "model_loader_extra_config")
+_MORE_OVERRIDES = (
+    *(*_FILES, "modelopt_quant", "model_loader_extra_config"),
+    "enable_dsa_fused_indexer",  # whether index keys are rotated on some AMD GPUs
+)
 #: Makes the late layers write the windows of only the last tokens of a prefill (DeepSeek-V4.1).
 _REPLAY = "enable_decoder_swa_bounded_replay"
-#: Environment variables that change the order of bytes in a page of the same shape.
-_ORDERS = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+#: Environment variables that change the bytes of a page of the same shape: their order, or whether
+#: a sparse attention's index keys are rotated.
+_FORMS = (
+    *("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_DSV4_KV_LAYOUT"),
+    *("SGLANG_DISABLE_DSA_INDEXER_FUSION", "SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER"),
+)
 
 
 def _more_overrides(args: Any) -> str:
@@ -141,8 +148,8 @@ def _more_overrides(args: Any) -> str:
     given = {name: value for name, value in given.items() if value not in (None, "", "{}", {})}
     files = {name: str(given[name]) for name in _FILES if name in given}
     given |= {_FILES[name]: version_at_start(file) for name, file in files.items()}
-    orders = {name: EnvField.get(getattr(envs, name)) for name in _ORDERS}
-    given |= {name: to for name, to in orders.items() if to != getattr(envs, name).default}
+    forms = {name: EnvField.get(getattr(envs, name)) for name in _FORMS}
+    given |= {name: to for name, to in forms.items() if to != getattr(envs, name).default}
     if resolution_result(args, _REPLAY, None):
         given[_REPLAY] = True
     given |= _draft(args)

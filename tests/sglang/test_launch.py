@@ -140,10 +140,11 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
         {"modelopt_quant": {"quant_algo": "fp8"}},
         {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
         {"enable_decoder_swa_bounded_replay": True},
+        {"enable_dsa_fused_indexer": False},
     ):
         with _context(**given):
             seen.add(adapter.served_model().overrides)
-    assert len(seen) == 8
+    assert len(seen) == 9
     with _context(enable_decoder_swa_bounded_replay=False):
         assert adapter.served_model().overrides == "{}"
     scales.write_text("{ }")
@@ -153,19 +154,23 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
             assert adapter.served_model().overrides not in seen, name
 
 
-def test_the_order_of_a_pages_bytes_is_part_of_the_model() -> None:
+def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
     with _context():
         plain = adapter.served_model().overrides
         seen = {plain}
         for variable, value in (
             (envs.SGLANG_USE_HND_KVCACHE, True),
             (envs.SGLANG_AITER_KV_CACHE_LAYOUT, "vectorized_5d"),
+            (envs.SGLANG_DSV4_KV_LAYOUT, "v41"),
+            (envs.SGLANG_DSV4_KV_LAYOUT, "v41_new"),
+            (envs.SGLANG_DISABLE_DSA_INDEXER_FUSION, True),
+            (envs.SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER, True),
         ):
             with variable.override(variable.default):
                 assert adapter.served_model().overrides == plain
             with variable.override(value):
                 seen.add(adapter.served_model().overrides)
-    assert len(seen) == 3
+    assert len(seen) == 7
 
 
 def test_a_draft_model_is_part_of_the_model_unless_it_is_the_same(tmp_path: Path) -> None:
