@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -97,14 +98,12 @@ def served_model() -> ServedModel:
     if args is None:
         return ServedModel()
     parallel = get_parallel()
-    try:
+    dp_rank = 0
+    with suppress(RuntimeError):  # no replicas are configured: there is one
         dp_rank = parallel.dp_rank or 0
-    except RuntimeError:  # no replicas are configured: there is one
-        dp_rank = 0
 
     def text(name: str) -> str:
-        value = getattr(args, name, None)
-        return "" if value is None else str(value)
+        return str(getattr(args, name, None) or "")
 
     return ServedModel(
         # The path as SGLang has resolved it, for a file on a hub or a folder.
@@ -174,10 +173,8 @@ def _draft(args: Any) -> dict[str, Any]:
 
 def _adapters(args: Any) -> tuple[tuple[str, str], ...]:
     """(name, path) of the adapters of --lora-paths; adapters loaded later have random ids."""
-    if not resolution_result(args, "enable_lora", None):
-        return ()
-    given = resolution_result(args, "lora_paths", None) or ()
-    return tuple((str(ref.lora_name), str(ref.lora_path)) for ref in given)
+    given = resolution_result(args, "enable_lora") and resolution_result(args, "lora_paths")
+    return tuple((str(ref.lora_name), str(ref.lora_path)) for ref in given or ())
 
 
 def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
@@ -186,11 +183,9 @@ def attention_tp(config: HiCacheStorageConfig) -> tuple[int, int]:
     With context parallelism the config counts the CP ranks as TP ranks, too.
     """
     if config.attn_cp_size > 1:
-        try:
+        with suppress(RuntimeError):  # no server has published its ranks: only the config is left
             parallel = get_parallel()
             return int(parallel.attn_tp_rank), int(parallel.attn_tp_size)
-        except RuntimeError:  # no server has published its ranks: the config is the only source
-            pass
     return config.tp_rank, config.tp_size
 
 

@@ -52,10 +52,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
     "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
     "agent_away": ("gauge", "1 while the agent of the pool does not answer and look-ups miss"),
-    UNFLUSHED: (
-        "gauge",
-        "1 while nothing is found or stored: weights changed, and SGLang did not flush its cache",
-    ),
+    UNFLUSHED: ("gauge", "1 from an update of weights to a flush: nothing is found or stored"),
     "breaker_open": ("gauge", "1 while the medium is not used because it failed, by direction"),
     "hugepage_bytes": ("gauge", "bytes of SGLang's host pool on large pages, as smaps shows"),
     "backlog_pages": ("gauge", "pages waiting to be written"),
@@ -247,18 +244,14 @@ def _published() -> dict[str, Any] | None:
         return None
     with _PUBLISHED_LOCK:
         if not _PUBLISHED:
-            labels = ("mode", "pool", "rank")
+            labels, recent = ("mode", "pool", "rank"), {"multiprocess_mode": "mostrecent"}
             for name, (kind, meaning) in METRICS.items():
                 own = (*labels, *_LABELS.get(name, ()))
                 make = Counter if kind == "counter" else Gauge
-                extra = {} if kind == "counter" else {"multiprocess_mode": "mostrecent"}
+                extra = {} if kind == "counter" else recent
                 _PUBLISHED[name] = make(f"tutti:{name}", meaning, own, **extra)
-            _PUBLISHED[INFO] = Gauge(
-                f"tutti:{INFO}",
-                "what the pool was opened with",
-                (*labels, *_INFO_LABELS),
-                multiprocess_mode="mostrecent",
-            )
+            own = (*labels, *_INFO_LABELS)
+            _PUBLISHED[INFO] = Gauge(f"tutti:{INFO}", "what a pool was opened with", own, **recent)
             _PUBLISHED[LATENCY] = Histogram(
                 f"tutti:{LATENCY}",
                 "time of one batch, by direction",

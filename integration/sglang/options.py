@@ -309,9 +309,8 @@ def _checked(option: Option, value: Any) -> Any:
         return nbytes
     if option.kind == "paths":
         paths = [value] if isinstance(value, str) else value
-        if not isinstance(paths, (list, tuple)) or not paths:
-            raise _wrong(option, value, "a string, or a list of strings")
-        if not all(isinstance(path, str) and path for path in paths):
+        known = isinstance(paths, (list, tuple)) and paths
+        if not known or not all(isinstance(path, str) and path for path in paths):
             raise _wrong(option, value, "a string, or a list of strings, none of them empty")
         return tuple(paths)
     if option.kind == "bool":
