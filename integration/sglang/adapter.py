@@ -125,26 +125,32 @@ def served_model() -> ServedModel:
 _MAIN = "main"
 #: Arguments that name files which change the KV of the same checkpoint, and what their versions are
 #: called in the identity.
-_FILES = {"quantization_param_path": "scales", "modelopt_checkpoint_restore_path": "restored"}
+_FILES = {
+    "quantization_param_path": "scales",
+    "modelopt_checkpoint_restore_path": "restored",
+    "kt_weight_path": "experts",
+    "decrypted_config_file": "config",
+}
 #: All arguments that change it.
 _MORE_OVERRIDES = (
-    *(*_FILES, "modelopt_quant", "model_loader_extra_config"),
+    *(*_FILES, "modelopt_quant", "model_loader_extra_config", "model_impl", "forward_hooks"),
     "enable_dsa_fused_indexer",  # whether index keys are rotated on some AMD GPUs
 )
 #: Makes the late layers write the windows of only the last tokens of a prefill (DeepSeek-V4.1).
 _REPLAY = "enable_decoder_swa_bounded_replay"
-#: Environment variables that change the bytes of a page of the same shape: their order, or whether
-#: a sparse attention's index keys are rotated.
+#: Environment variables that change the bytes of a page of the same shape: the model's code, their
+#: order, or whether a sparse attention's index keys are rotated.
 _FORMS = (
     *("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_DSV4_KV_LAYOUT"),
     *("SGLANG_DISABLE_DSA_INDEXER_FUSION", "SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER"),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
 )
 
 
 def _more_overrides(args: Any) -> str:
     """The overrides that are set; empty without any, so that existing pools keep their identity."""
     given = {name: getattr(args, name, None) for name in _MORE_OVERRIDES}
-    given = {name: value for name, value in given.items() if value not in (None, "", "{}", {})}
+    given = {name: to for name, to in given.items() if to not in (None, "", "{}", {}, "auto")}
     files = {name: str(given[name]) for name in _FILES if name in given}
     given |= {_FILES[name]: version_at_start(file) for name, file in files.items()}
     forms = {name: EnvField.get(getattr(envs, name)) for name in _FORMS}

@@ -141,15 +141,20 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
         {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
         {"enable_decoder_swa_bounded_replay": True},
         {"enable_dsa_fused_indexer": False},
+        {"kt_weight_path": str(scales)},
+        {"decrypted_config_file": str(scales)},
+        {"model_impl": "transformers"},
+        {"forward_hooks": [{"hook_factory": "steer:make", "config": {"strength": 1}}]},
+        {"forward_hooks": [{"hook_factory": "steer:make", "config": {"strength": 2}}]},
     ):
         with _context(**given):
             seen.add(adapter.served_model().overrides)
-    assert len(seen) == 9
+    assert len(seen) == 14
     with _context(enable_decoder_swa_bounded_replay=False):
         assert adapter.served_model().overrides == "{}"
     scales.write_text("{ }")
     version_at_start.cache_clear()
-    for name in ("quantization_param_path", "modelopt_checkpoint_restore_path"):
+    for name in adapter._FILES:
         with _context(**{name: str(scales)}):
             assert adapter.served_model().overrides not in seen, name
 
@@ -165,12 +170,13 @@ def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
             (envs.SGLANG_DSV4_KV_LAYOUT, "v41_new"),
             (envs.SGLANG_DISABLE_DSA_INDEXER_FUSION, True),
             (envs.SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER, True),
+            (envs.SGLANG_EXTERNAL_MODEL_PACKAGE, "models_of_mine"),
         ):
             with variable.override(variable.default):
                 assert adapter.served_model().overrides == plain
             with variable.override(value):
                 seen.add(adapter.served_model().overrides)
-    assert len(seen) == 7
+    assert len(seen) == 8
 
 
 def test_a_draft_model_is_part_of_the_model_unless_it_is_the_same(tmp_path: Path) -> None:
