@@ -121,6 +121,8 @@ def served_model() -> ServedModel:
     )
 
 
+#: The SGLang whose KV has no version in its identity; KV of any other version or build has one.
+_UNNAMED = "0.5.23"
 #: The revision that SGLang sets for a draft model if none is given.
 _MAIN = "main"
 #: Arguments that name files which change the KV of the same checkpoint, and what their versions are
@@ -157,6 +159,8 @@ def _more_overrides(args: Any) -> str:
     given |= {name: to for name, to in forms.items() if to != getattr(envs, name).default}
     if resolution_result(args, _REPLAY, None):
         given[_REPLAY] = True
+    if (version := installed_version()) != _UNNAMED:
+        given["sglang"] = version
     given |= _draft(args)
     return json.dumps(given, sort_keys=True, default=str) if given else ""
 

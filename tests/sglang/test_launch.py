@@ -179,6 +179,18 @@ def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
     assert len(seen) == 8
 
 
+def test_kv_of_another_version_or_build_of_sglang_is_never_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have another layout, or other code of the model."""
+    with _context():
+        seen = {adapter.served_model().overrides}
+        for version in ("0.5.23+patched", "0.5.24"):
+            monkeypatch.setattr(adapter, "installed_version", lambda name=version: name)
+            seen.add(adapter.served_model().overrides)
+    assert len(seen) == 3
+
+
 def test_a_draft_model_is_part_of_the_model_unless_it_is_the_same(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     seen = set()
