@@ -167,6 +167,14 @@ def test_weights_without_a_version_are_warned_about(
     assert '"weights"' in record.getMessage()
 
 
+def test_weights_of_another_process_need_a_version() -> None:
+    """They may have been updated there, or be older than the files."""
+    model = ServedModel(path="org/model", weights_from="--load-format remote_instance")
+    with pytest.raises(ConfigError, match=r'remote_instance .* set the option "weights"'):
+        after_restart(model)
+    assert after_restart(model, weights="7") == "7"
+
+
 def test_a_pool_that_is_opened_again_is_that_of_the_weights_that_were_loaded(
     tmp_path: Path,
 ) -> None:

@@ -113,12 +113,21 @@ def served_model() -> ServedModel:
         quantization=text("quantization"),
         kv_cache_dtype=text("kv_cache_dtype"),
         load_format=text("load_format"),
+        weights_from=_weights_from(args),
         overrides=text("json_model_override_args") + _more_overrides(args),
         adapters=_adapters(args),
         dp_size=int(parallel.num_dp_ranks),  # replicas, or groups of DP attention
         dp_rank=int(dp_rank),
         nodes=int(getattr(args, "nnodes", None) or 1),
     )
+
+
+def _weights_from(args: Any) -> str:
+    """The argument by which another process gives the weights; "" if SGLang reads files."""
+    for name, value in (("load_format", "remote_instance"), ("weight_cache_mode", "client")):
+        if resolution_result(args, name) == value:
+            return f"--{name.replace('_', '-')} {value}"
+    return ""
 
 
 #: The SGLang whose KV has no version in its identity; KV of any other version or build has one.

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from tutti import __version__
-from tutti.errors import TuttiError
+from tutti.errors import ConfigError, TuttiError
 from tutti.integration.sglang.options import is_agents, store_config
 from tutti.integration.sglang.rank_members import share
 from tutti.integration.sglang.scheduler_trace import traced
@@ -49,6 +49,7 @@ class ServedModel:
     quantization: str = ""
     kv_cache_dtype: str = ""
     load_format: str = ""
+    weights_from: str = ""  # the argument by which another process gives the weights
     overrides: str = ""
     adapters: tuple[tuple[str, str], ...] = ()  # (name, path), with permanent LoRA ids
     dp_size: int = 1
@@ -159,8 +160,14 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
     """The identity of a served model; options `model` and `weights` override it.
 
     Adapters are included even if `weights` is given: their ids, and so the page hashes, do not
-    change if they are trained again.  name: of a model without a known path.
+    change if they are trained again.  name: of a model without a known path.  Raises ConfigError
+    for weights of another process without a version.
     """
+    if model.weights_from and not options["weights"]:
+        raise ConfigError(
+            f"with {model.weights_from} another process gives the weights, and the files of "
+            f'{model.path} do not identify them; set the option "weights" to their version'
+        )
     source = model.path, model.revision
     weights = options["weights"] or "|".join(
         (version_at_start(*source), model.revision, model.weight_version, model.load_format)

@@ -179,6 +179,15 @@ def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
     assert len(seen) == 8
 
 
+def test_weights_that_another_process_gives_are_known_as_such() -> None:
+    for name, value in (("load_format", "remote_instance"), ("weight_cache_mode", "client")):
+        with _context(**{name: value}):
+            assert adapter.served_model().weights_from == f"--{name.replace('_', '-')} {value}"
+    for name, value in (("load_format", "dummy"), ("weight_cache_mode", "daemon")):
+        with _context(**{name: value}):
+            assert adapter.served_model().weights_from == ""
+
+
 def test_kv_of_another_version_or_build_of_sglang_is_never_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
