@@ -107,11 +107,7 @@ OPTIONS: tuple[Option, ...] = (
         "dynamic: page_cache_share follows the free memory; static: it is applied once",
     ),
     Option(
-        "executor",
-        "str",
-        "auto",
-        "how files are read and written",
-        choices=("auto", "uring", "threads"),
+        "executor", "str", "auto", "how files are accessed", choices=("auto", "uring", "threads")
     ),
     Option("timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001),
     Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
