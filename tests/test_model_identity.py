@@ -154,6 +154,23 @@ def test_a_single_file_has_a_version(tmp_path: Path) -> None:
     assert len(set(versions)) == 3
 
 
+@pytest.mark.parametrize("changed_at", [0, 3 << 20])
+def test_files_whose_times_are_constant_are_told_apart_by_their_bytes(
+    changed_at: int, tmp_path: Path
+) -> None:
+    """Reproducible images give all files one time; other weights of a model have the same sizes."""
+    file = tmp_path / "model.safetensors"
+    versions = []
+    for time_s in (0, 1, 946_684_800, 1_800_000_000):  # epoch, Nix and Jib, Bazel, a real one
+        for value in (1, 2):
+            weights = bytearray(8 << 20)
+            weights[changed_at : changed_at + (64 << 10)] = bytes([value]) * (64 << 10)
+            file.write_bytes(weights)
+            os.utime(file, (time_s, time_s))
+            versions.append(weights_version(str(tmp_path)))
+    assert len(set(versions)) == 7, "only a real time stands for the bytes"
+
+
 @pytest.mark.parametrize("path", ["s3://bucket/model", "org/model:Q4_K_M"])
 def test_weights_without_a_version_are_warned_about(
     path: str, caplog: pytest.LogCaptureFixture
