@@ -139,25 +139,20 @@ class DiskEvents:
     def _learn(self, event: Any) -> None:
         """Remembers tokens of SGLang's pages; announces pages that are durable already."""
         size, parent = event.block_size, event.parent_block_hash
+        names = ("block_size", "lora_id", "cache_salt", "lora_name")
+        common = {name: getattr(event, name) for name in names}
         for i, block in enumerate(event.block_hashes):
-            block_event = {
-                "parent_block_hash": parent,
-                "token_ids": np.array(event.token_ids[i * size : (i + 1) * size]),
-                "block_size": size,
-                "lora_id": event.lora_id,
-                "cache_salt": event.cache_salt,
-                "lora_name": event.lora_name,
-            }
+            tokens = np.array(event.token_ids[i * size : (i + 1) * size])
+            block_event = {**common, "parent_block_hash": parent, "token_ids": tokens}
             self._remember(self._known, block, block_event)
             parent = block
-            key = self._waiting.pop(block, None)
-            if key is not None:
+            if (key := self._waiting.pop(block, None)) is not None:
                 self._durable(key)
 
     def _enqueue(self, block: int, is_there: bool) -> None:
-        sglang = self._sglang
+        sglang, medium = self._sglang, self._sglang.StorageMedium.DISK
         if not is_there:
-            self._recorder.enqueue(sglang.BlockRemoved([block], medium=sglang.StorageMedium.DISK))
+            self._recorder.enqueue(sglang.BlockRemoved([block], medium=medium))
             self._metrics.count("withdrawn_pages")
             return
         known = self._known.get(block)
@@ -165,7 +160,6 @@ class DiskEvents:
             self._metrics.count("unannounced_pages")
             return
         there = {**known, "block_hashes": [block], "token_ids": known["token_ids"].tolist()}
-        medium = sglang.StorageMedium.DISK
         self._recorder.enqueue(sglang.BlockStored(**there, medium=medium))
         self._metrics.count("announced_pages")
 
