@@ -154,6 +154,22 @@ def test_a_single_file_has_a_version(tmp_path: Path) -> None:
     assert len(set(versions)) == 3
 
 
+def test_weights_in_folders_of_a_checkpoint_have_a_version(tmp_path: Path) -> None:
+    """Cosmos 3 has them in `transformer` and `vision_encoder`."""
+    change(tmp_path / "config.json")
+    versions = [weights_version(str(tmp_path))]
+    for part in ("transformer", "vision_encoder"):
+        (tmp_path / part).mkdir()
+        for _ in range(2):
+            change(tmp_path / part / "model.safetensors")
+            versions.append(weights_version(str(tmp_path)))
+    assert len(set(versions)) == 5
+    change(tmp_path / "model.safetensors")
+    whole = weights_version(str(tmp_path))
+    change(tmp_path / "transformer" / "model.safetensors")
+    assert weights_version(str(tmp_path)) == whole, "these are not loaded"
+
+
 @pytest.mark.parametrize("changed_at", [0, 3 << 20])
 def test_files_whose_times_are_constant_are_told_apart_by_their_bytes(
     changed_at: int, tmp_path: Path

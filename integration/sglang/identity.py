@@ -205,13 +205,15 @@ def version_at_start(path: str, revision: str = "") -> str:
 def weights_version(path: str, revision: str = "") -> str:
     """Distinguishes versions of a checkpoint, adapter or file with the same name; "": unknown.
 
-    Of a local folder: names, sizes and modification times of its weights and configuration, and of
-    files with a constant time also 256 samples of their bytes. Of a file: its own, and those of the
-    config.json next to it. Of a name on a hub: the commit of the snapshot in the local cache, if
-    there is one.
+    Of a local folder: names, sizes and modification times of its weights and configuration, or of
+    weights in its folders; of files with a constant time also 256 samples of their bytes. Of a
+    file: its own, and those of the config.json next to it. Of a name on a hub: the commit of the
+    snapshot in the local cache, if there is one.
     """
     if os.path.isdir(path):
         files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(_WEIGHT_FILES)]
+        if not any(file.name.endswith(_WEIGHT_FILES[:-2]) for file in files):
+            files += Path(path).glob("*/*.safetensors")
     elif os.path.isfile(path):
         files = [Path(path), Path(path).with_name(_CONFIGS[0])]
     else:
