@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from contextlib import suppress
 from typing import Any
@@ -168,6 +169,10 @@ def _more_overrides(args: Any) -> str:
     given |= {name: to for name, to in forms.items() if to != getattr(envs, name).default}
     if resolution_result(args, _REPLAY, None):
         given[_REPLAY] = True
+    if resolution_result(args, "load_format") == "presharded":  # a copy, maybe of old weights
+        folder = os.path.join(str(resolution_result(args, "model_path")), "presharded")
+        folder = json.loads(args.model_loader_extra_config or "{}").get("presharded_path") or folder
+        given["presharded"] = version_at_start(folder)
     if (version := installed_version()) != _UNNAMED:
         given["sglang"] = version
     given |= _draft(args)

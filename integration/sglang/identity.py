@@ -213,7 +213,7 @@ def weights_version(path: str, revision: str = "") -> str:
     if os.path.isdir(path):
         files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(_WEIGHT_FILES)]
         if not any(file.name.endswith(_WEIGHT_FILES[:-2]) for file in files):
-            files += Path(path).glob("*/*.safetensors")
+            files += Path(path).glob("*/*.safetensor*")
     elif os.path.isfile(path):
         files = [Path(path), Path(path).with_name(_CONFIGS[0])]
     else:

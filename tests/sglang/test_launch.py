@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
             with variable.override(value):
                 seen.add(adapter.served_model().overrides)
     assert len(seen) == 8
+
+
+def test_a_presharded_copy_of_the_weights_is_part_of_the_model(tmp_path: Path) -> None:
+    """SGLang loads it also after the weights were replaced."""
+    copy = tmp_path / "TP-1-sig-a" / "model-00000-common.safetensor"
+    copy.parent.mkdir()
+    seen = set()
+    for size in (1, 2, 1):
+        copy.write_bytes(bytes(size))
+        os.utime(copy, (1, 1))
+        version_at_start.cache_clear()
+        where = json.dumps({"presharded_path": str(tmp_path)})
+        with _context(load_format="presharded", model_loader_extra_config=where):
+            seen.add(adapter.served_model().overrides)
+    assert len(seen) == 2
 
 
 def test_weights_that_another_process_gives_are_known_as_such() -> None:
