@@ -146,7 +146,7 @@ _FILES = {
 #: All arguments that change it.
 _MORE_OVERRIDES = (
     *(*_FILES, "modelopt_quant", "model_loader_extra_config", "model_impl", "forward_hooks"),
-    "enable_dsa_fused_indexer",  # whether index keys are rotated on some AMD GPUs
+    *("enable_dsa_fused_indexer", "lora_target_modules"),  # rotated index keys; parts of adapters
 )
 #: Makes the late layers write the windows of only the last tokens of a prefill (DeepSeek-V4.1).
 _REPLAY = "enable_decoder_swa_bounded_replay"
@@ -163,8 +163,8 @@ def _more_overrides(args: Any) -> str:
     """The overrides that are set; empty without any, so that existing pools keep their identity."""
     given = {name: getattr(args, name, None) for name in _MORE_OVERRIDES}
     given = {name: to for name, to in given.items() if to not in (None, "", "{}", {}, "auto")}
-    files = {name: str(given[name]) for name in _FILES if name in given}
-    given |= {_FILES[name]: version_at_start(file) for name, file in files.items()}
+    given = {name: sorted(to) if isinstance(to, set) else to for name, to in given.items()}
+    given |= {_FILES[n]: version_at_start(str(given[n])) for n in _FILES if n in given}
     forms = {name: EnvField.get(getattr(envs, name)) for name in _FORMS}
     given |= {name: to for name, to in forms.items() if to != getattr(envs, name).default}
     if resolution_result(args, _REPLAY, None):

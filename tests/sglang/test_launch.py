@@ -142,6 +142,7 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
         {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "org/q"}'},
         {"enable_decoder_swa_bounded_replay": True},
         {"enable_dsa_fused_indexer": False},
+        {"lora_target_modules": ["q_proj"]},
         {"kt_weight_path": str(scales)},
         {"decrypted_config_file": str(scales)},
         {"model_impl": "transformers"},
@@ -150,9 +151,12 @@ def test_what_changes_kv_under_one_checkpoint_is_part_of_the_model(tmp_path: Pat
     ):
         with _context(**given):
             seen.add(adapter.served_model().overrides)
-    assert len(seen) == 14
+    assert len(seen) == 15
     with _context(enable_decoder_swa_bounded_replay=False):
         assert adapter.served_model().overrides == "{}"
+    with _context(lora_target_modules={"v_proj", "k_proj", "q_proj"}):
+        overrides = adapter.served_model().overrides
+        assert '["k_proj", "q_proj", "v_proj"]' in overrides, "a set has no order"
     scales.write_text("{ }")
     version_at_start.cache_clear()
     for name in adapter._FILES:
