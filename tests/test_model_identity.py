@@ -200,6 +200,14 @@ def test_weights_without_a_version_are_warned_about(
     assert '"weights"' in record.getMessage()
 
 
+def test_dummy_weights_do_not_have_the_version_of_the_real_ones() -> None:
+    """A server that is tried with dummies first has the other arguments in common with them."""
+    real = ServedModel(path="org/model")
+    dummy = replace(real, load_format="dummy")
+    assert after_restart(real, weights="7") == "7"
+    assert after_restart(dummy, weights="7") == after_restart(dummy) != after_restart(real)
+
+
 def test_weights_of_another_process_need_a_version() -> None:
     """They may have been updated there, or be older than the files."""
     model = ServedModel(path="org/model", weights_from="--load-format remote_instance")

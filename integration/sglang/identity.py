@@ -160,7 +160,7 @@ def layout_of(shape: PageShape, identity: ModelIdentity, parallel_rank: Parallel
 
 
 def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") -> ModelIdentity:
-    """The identity of a served model; options `model` and `weights` override it.
+    """The identity of a served model; options `model` and `weights` (not of dummies) override it.
 
     Adapters are included even if `weights` is given: their ids, and so the page hashes, do not
     change if they are trained again.  name: of a model without a known path.  Raises ConfigError
@@ -172,7 +172,7 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
             f'{model.path} do not identify them; set the option "weights" to their version'
         )
     source = model.path, model.revision
-    weights = options["weights"] or "|".join(
+    weights = (model.load_format != "dummy" and options["weights"]) or "|".join(
         (version_at_start(*source), model.revision, model.weight_version, model.load_format)
     )
     if model.adapters:
