@@ -150,12 +150,12 @@ _MORE_OVERRIDES = (
 )
 #: Makes the late layers write the windows of only the last tokens of a prefill (DeepSeek-V4.1).
 _REPLAY = "enable_decoder_swa_bounded_replay"
-#: Environment variables that change the bytes of a page of the same shape: the model's code, their
-#: order, or whether a sparse attention's index keys are rotated.
+#: Environment variables that change the bytes of a page of the same shape: the model's code, how
+#: its weights are quantised, their order, or whether a sparse attention's index keys are rotated.
 _FORMS = (
     *("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_DSV4_KV_LAYOUT"),
     *("SGLANG_DISABLE_DSA_INDEXER_FUSION", "SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER"),
-    "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    *("SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_HUMMING_ONLINE_QUANT_CONFIG"),
 )
 
 

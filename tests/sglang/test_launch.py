@@ -176,12 +176,13 @@ def test_what_a_pages_bytes_mean_is_part_of_the_model() -> None:
             (envs.SGLANG_DISABLE_DSA_INDEXER_FUSION, True),
             (envs.SGLANG_DISABLE_AITER_FUSED_FP8_DSA_INDEXER, True),
             (envs.SGLANG_EXTERNAL_MODEL_PACKAGE, "models_of_mine"),
+            (envs.SGLANG_HUMMING_ONLINE_QUANT_CONFIG, '{"dtype": "int4"}'),
         ):
             with variable.override(variable.default):
                 assert adapter.served_model().overrides == plain
             with variable.override(value):
                 seen.add(adapter.served_model().overrides)
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 def test_a_presharded_copy_of_the_weights_is_part_of_the_model(tmp_path: Path) -> None:
