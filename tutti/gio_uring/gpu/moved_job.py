@@ -228,8 +228,11 @@ class MovedJob(Owned):
 
         The first stream waits for the others before, and they for it after: layers stay in order.
         """
-        (chunk,), (copies,) = self._route.cells.chunks, self._route.copies
-        queue = self._stream_queue
+        queue, (chunk,), (copies,) = (
+            self._stream_queue,
+            self._route.cells.chunks,
+            self._route.copies,
+        )
         driver, stream, end = queue.driver, queue.stream, self._events[self.layers - 1]
         for event, other in zip(self._events, queue.streams[1:], strict=False):
             driver.record_event(event, other)
