@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -194,21 +194,29 @@ def test_a_grant_that_fails_ends_no_put_twice(
         assert store._writer.active == 0
 
 
+def held_clear(
+    store: ObjectStore, others: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Future[None], threading.Event]:
+    """A clear that has begun, and what lets it go on."""
+    inside, goes_on, new_epoch = threading.Event(), threading.Event(), store.members.new_epoch
+
+    def slowly() -> None:
+        inside.set()
+        assert goes_on.wait(30)
+        new_epoch()
+
+    monkeypatch.setattr(store.members, "new_epoch", slowly)
+    clear = others.submit(store.clear)
+    assert inside.wait(10)
+    return clear, goes_on
+
+
 def test_memory_of_a_put_that_waits_for_a_clear_stays_registered(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(formatted()) as store, ThreadPoolExecutor(3) as others:
-        memory, inside, goes_on = store.allocate_memory(2), threading.Event(), threading.Event()
-        new_epoch = store.members.new_epoch
-
-        def slowly() -> None:
-            inside.set()
-            assert goes_on.wait(10)
-            new_epoch()
-
-        monkeypatch.setattr(store.members, "new_epoch", slowly)
-        clear = others.submit(store.clear)
-        assert inside.wait(10)
+        memory = store.allocate_memory(2)
+        clear, goes_on = held_clear(store, others, monkeypatch)
         put = others.submit(store.put, some_keys(rng, 2), range(2), memory=memory)
         wait_until(lambda: bool(store._core._uses))
         over = others.submit(store.unregister, memory)
@@ -225,17 +233,8 @@ def test_memory_of_a_put_that_gave_up_waiting_is_unregistered_at_once(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(formatted(), timeout_s=1.0) as store, ThreadPoolExecutor(3) as others:
-        memory, inside, goes_on = store.allocate_memory(2), threading.Event(), threading.Event()
-        new_epoch = store.members.new_epoch
-
-        def slowly() -> None:
-            inside.set()
-            assert goes_on.wait(30)
-            new_epoch()
-
-        monkeypatch.setattr(store.members, "new_epoch", slowly)
-        clear = others.submit(store.clear)
-        assert inside.wait(10)
+        memory = store.allocate_memory(2)
+        clear, goes_on = held_clear(store, others, monkeypatch)
         put = others.submit(store.put, some_keys(rng, 2), range(2), memory=memory)
         wait_until(lambda: bool(store._core._uses))
         object.__setattr__(store.config, "timeout_s", 60.0)
