@@ -36,6 +36,7 @@ from tutti.base.units import MiB
 from tutti.errors import PoolClosed
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
+from tutti.gio_uring.gpu.device_batch import BatchRequest
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.moved_job import MovedJob, Route
@@ -43,7 +44,7 @@ from tutti.gio_uring.gpu.mover import CopyDescriptor, Mover, choose_mover
 from tutti.gio_uring.gpu.overlap import Overlaps
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner
 from tutti.gio_uring.gpu.stream_queue import Cells, Needed, StagedLayers, StreamQueue, wait_until
-from tutti.gio_uring.gpu.verifier import Expected, Verification, Verifier
+from tutti.gio_uring.gpu.verifier import Verification, Verifier
 from tutti.gio_uring.iocb import Extents, PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import DmaRegion
@@ -266,8 +267,8 @@ class HostEngine(Owned):
         if self.verifier is None or digests is None or compares != (opcode == OPCODE_READ):
             return None
         shift = self.engine.controller.info.lba_shift
-        expected = Expected(opcode, memory, pages, digests, extents.slice_nlb, shift)
-        return self.verifier.prepare(expected, owner)
+        request = BatchRequest(memory, pages, opcode, extents.slice_nlb, shift, digests=digests)
+        return self.verifier.prepare(request, owner)
 
     def _submit_chunk(
         self,

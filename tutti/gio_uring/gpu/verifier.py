@@ -7,8 +7,6 @@ copies.  The CPU does not read the bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tutti.base.arrays import U32, U64
 from tutti.base.process import Owned
 from tutti.base.units import MiB
@@ -16,25 +14,10 @@ from tutti.gio_uring.gpu.device_batch import BatchRequest, DeviceBatch, launch_l
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
-from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.layer_words import LayerWords
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 
 TABLES_NBYTES = 16 * MiB
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Pages of GPU memory and their digests, uint64 (pages, layers).  A read's may be filled later;
-    a write's are filled by the verification.
-    """
-
-    opcode: int
-    memory: PagedMemory
-    pages: U32
-    digests: U64
-    slice_nlb: int
-    lba_shift: int
 
 
 class Verifier(Owned):
@@ -67,24 +50,22 @@ class Verifier(Owned):
         """Bytes of the tables of two transfers of this size."""
         return 2 * DeviceBatch.nbytes_max(pages, layers)
 
-    def prepare(self, expected: Expected, owner: LeaseOwner) -> Verification | None:
-        """A verification of one transfer; None if its tables are too large."""
-        if self.tables_nbytes(*expected.digests.shape) > self._nbytes:
+    def prepare(self, request: BatchRequest, owner: LeaseOwner) -> Verification | None:
+        """A verification of one transfer; None if its tables are too large.
+
+        request: has digests.  Those of a read may be filled later; those of a write are filled by
+        the verification.
+        """
+        digests = request.digests
+        assert digests is not None, "there is something to compare with, or to fill"
+        if self.tables_nbytes(*digests.shape) > self._nbytes:
             return None
-        request = BatchRequest(
-            expected.memory,
-            expected.pages,
-            opcode=expected.opcode,
-            slice_nlb=expected.slice_nlb,
-            lba_shift=expected.lba_shift,
-            digests=expected.digests,
-        )
-        is_read = expected.opcode == OPCODE_READ
+        is_read = request.opcode == OPCODE_READ
         tables = self._of_reads if is_read else self._of_writes
         batch = DeviceBatch(tables, request, owner, own_words=True)
         batch.write()
         return Verification(
-            self._driver, self._function, batch, self.blocks, expected.digests, computes=not is_read
+            self._driver, self._function, batch, self.blocks, digests, computes=not is_read
         )
 
     def close(self) -> None:
