@@ -36,7 +36,7 @@ from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.launcher import KernelWork, Launcher, ResidentKernels, ShortKernels
-from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, QueueShareStruct
+from tutti.gio_uring.gpu.parameters import QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
@@ -137,7 +137,7 @@ class DeviceEngine(Owned):
             if not self.wait_idle(TIMEOUT_S):  # the persistent kernel is on another stream
                 raise DeviceTimeout("the tables were not copied to the GPU in time; try again")
             self._launcher: Launcher
-            parts = (modules, self._queues, self.stream_queue, BLOCK_THREADS_MAX)
+            parts = (modules, self._queues, self.stream_queue)
             if stays:
                 self._launcher = PersistentKernel(*parts, self._tables, stream, rest_s)
             else:

@@ -13,6 +13,7 @@ from tutti.base.process import Owned
 from tutti.gio_uring.gpu.device_batch import DeviceBatch, launch_layer
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_queues import DeviceQueues
+from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX
 from tutti.gio_uring.gpu.stream_queue import StagedLayers, StreamQueue
 
 _WARP = 32
@@ -40,20 +41,14 @@ class KernelWork:
 class Launcher(Owned):
     """Enqueues layers on a stream queue.  The hooks for persistent kernels do nothing here.
 
-    threads: per block of a kernel that moves slices.  move_blocks: number of its blocks.
+    move_blocks: number of blocks of a kernel that moves slices.
     """
 
     def __init__(
-        self,
-        modules: Modules,
-        queues: DeviceQueues,
-        stream_queue: StreamQueue,
-        threads: int,
-        move_blocks: int,
+        self, modules: Modules, queues: DeviceQueues, stream_queue: StreamQueue, move_blocks: int
     ) -> None:
         self._modules, self._queues = modules, queues
-        self._stream_queue = stream_queue
-        self._threads, self._move_blocks = threads, move_blocks
+        self._stream_queue, self._move_blocks = stream_queue, move_blocks
 
     def wake(self, layers: int, timeout_s: float) -> None:
         """Prepares for a job, under the stream queue's lock.  Raises DeviceTimeout."""
@@ -98,7 +93,7 @@ class ResidentKernels(Launcher):
     """One kernel per layer, which runs until the layer is complete."""
 
     def put_layer(self, work: KernelWork, layer: int) -> None:
-        self._launch("gio_resident", work, layer, self._threads, 1)
+        self._launch("gio_resident", work, layer, BLOCK_THREADS_MAX, 1)
 
 
 class ShortKernels(Launcher):

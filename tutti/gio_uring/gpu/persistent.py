@@ -26,7 +26,7 @@ from tutti.errors import ConfigError, DeviceTimeout
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_queues import DeviceQueues
 from tutti.gio_uring.gpu.launcher import KernelWork, Launcher
-from tutti.gio_uring.gpu.parameters import MailboxStruct, PostStruct
+from tutti.gio_uring.gpu.parameters import BLOCK_THREADS_MAX, MailboxStruct, PostStruct
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory
 from tutti.gio_uring.gpu.stream_queue import StreamQueue, wait_until
 from tutti.gio_uring.memory import view_at
@@ -57,7 +57,6 @@ class PersistentKernel(Launcher):
         modules: Modules,
         queues: DeviceQueues,
         stream_queue: StreamQueue,
-        threads: int,
         tables: TableMemory,
         stream: int | None,
         rest_s: float,
@@ -67,7 +66,7 @@ class PersistentKernel(Launcher):
                 "CUDA_LAUNCH_BLOCKING=1 waits for every kernel, and this one stays; unset it, or "
                 "use another engine"
             )
-        super().__init__(modules, queues, stream_queue, threads, 0)
+        super().__init__(modules, queues, stream_queue, 0)
         self._driver = driver = stream_queue.driver
         self._function = modules[f"gio_persistent_{queues.ring}"]
         posts = -(-(_CONSUMED + 4 * queues.count) // _LINE_NBYTES) * _LINE_NBYTES
@@ -118,7 +117,7 @@ class PersistentKernel(Launcher):
                 )
             self._stop_word[0] = 0
             arguments = [(self._address, ctypes.c_void_p)]
-            count, threads = self._queues.count, self._threads
+            count, threads = self._queues.count, BLOCK_THREADS_MAX
             try:
                 self._driver.launch(self._function, count, threads, arguments, self._stream)
                 self._is_running = True
