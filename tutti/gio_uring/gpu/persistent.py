@@ -41,8 +41,7 @@ _TABLE_TIMEOUT_S = 10.0
 _LINE_NBYTES = 128
 _POSTED, _STOP, _CONSUMED = (n * _LINE_NBYTES for n in (1, 2, 3))
 _MASK = 0xFFFFFFFF
-_POST = np.dtype([("batch", "<u8"), ("layer", "<u4"), ("publish", "<u4")])
-assert _POST.itemsize == ctypes.sizeof(PostStruct), "layout shared with the kernels"
+_POST = np.dtype(PostStruct)
 
 
 class PersistentKernel(Launcher):
