@@ -39,11 +39,6 @@ class Choice:
     reason: str
 
 
-def tier_of(controller: NativeController) -> str:
-    """T1 if doorbells are a drive's registers, T0 if they are words in memory."""
-    return "T1" if controller.doorbell_registers else "T0"
-
-
 def choose_engine(
     asked: str, driver: Driver, controller: NativeController, profile: EngineTimes | None
 ) -> Choice:
@@ -52,7 +47,7 @@ def choose_engine(
     """
     if asked != AUTO:
         return Choice(asked, "the option gpu_engine names it")
-    tier = tier_of(controller)
+    tier = "T1" if controller.doorbell_registers else "T0"  # of a drive, or words in memory
     rule = (
         "the CPU executes the commands anyway"
         if tier == "T0"
