@@ -21,19 +21,16 @@ struct SliceWork {
 
   GIO_HD SliceWork(const Batch* batch, u32 l)
       : table(at<SliceTable>(batch->slices)),
-        paged(nullptr),
-        staging(0),
+        paged(at<Iocb>(table->paged)),
+        staging(table->staged_bases != 0 ? at<u64>(table->staged_bases)[l] : 0),
         tally(at<LayerTally>(batch->tallies) + l),
         layer(l),
         nbytes(0) {
-    if (table == nullptr) return;
-    paged = at<Iocb>(table->paged);
-    if (table->staged_bases != 0) staging = at<u64>(table->staged_bases)[l];
     for (u32 k = 0; k < paged->n_segments; ++k) nbytes += paged->segment_nbytes[k];
   }
 
   GIO_HD bool is_staged() const { return staging != 0; }
-  GIO_HD bool has_digests() const { return table != nullptr && table->digests != 0; }
+  GIO_HD bool has_digests() const { return table->digests != 0; }
   GIO_HD bool reads() const { return paged->opcode == kRead; }
   GIO_HD Way way() const {
     return !is_staged() ? Way::kInPlace : reads() ? Way::kToPages : Way::kToStaging;
@@ -48,13 +45,12 @@ struct SliceWork {
   // Whether an earlier step failed the page.  Slices of writes are moved anyway, because their
   // commands write the content of staging in any case.
   GIO_HD bool is_lost(u32 index) const {
-    const u64 statuses = reads() ? table->page_status : 0;
-    return statuses != 0 && own_load(&at<u32>(statuses)[index]) != 0;
+    return reads() && own_load(&at<u32>(table->page_status)[index]) != 0;
   }
 };
 
 GIO_HD void lose_page(const SliceWork& work, u32 index, u32 status) {
-  if (work.table->page_status != 0) set_if_zero(&at<u32>(work.table->page_status)[index], status);
+  set_if_zero(&at<u32>(work.table->page_status)[index], status);
 }
 
 // One lane compares the digest of a read slice, or stores that of a written one.

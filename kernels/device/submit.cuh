@@ -112,9 +112,7 @@ GIO_HD void note_error(LayerTally* tally, u32 status) { set_if_zero(&tally->stat
 // Records the status of every page that a failed run was to move.
 GIO_HD void note_run_error(const LayerShare& layer_share, const Run& run, u32 status) {
   note_error(layer_share.tally, status);
-  if (layer_share.batch->slices == 0) return;
   const u64 page_status = at<SliceTable>(layer_share.batch->slices)->page_status;
-  if (page_status == 0) return;
   const u32 slices = run_slices(*layer_share.io, run);
   for (u32 i = run.first; i < run.first + slices && i < layer_share.io->n_pages; ++i) {
     set_if_zero(&at<u32>(page_status)[i], status);
