@@ -56,18 +56,18 @@ class SmPartition(Owned):
             self.driver.destroy_green_context(context)
 
 
-def partition(driver: Driver, sms: int, *, required: bool = False) -> SmPartition:
+def partition(driver: Driver, sms: int) -> SmPartition:
     """A partition of at least `sms` multiprocessors, rounded up to the device's granularity.
 
-    If the driver or the device refuses: the whole device with the reason, or Unsupported if
-    `required`.  Raises ConfigError for a number that the device cannot split off.
+    If the driver or the device refuses: the whole device, with the reason.  Raises ConfigError for
+    a number that the device cannot split off.
     """
     if sms < 1:
         raise ConfigError(f"a partition of {sms} multiprocessors; ask for at least 1")
     try:
         found = driver.sm_resource()
     except (CudaError, Unsupported) as error:
-        return _refused(driver, 0, f"the driver has no green contexts: {error}", required)
+        return _refused(driver, 0, f"the driver has no green contexts: {error}")
     wanted = max(found.minimum, -(-sms // found.granularity) * found.granularity)
     if wanted >= found.count:
         raise ConfigError(
@@ -77,12 +77,10 @@ def partition(driver: Driver, sms: int, *, required: bool = False) -> SmPartitio
     try:
         context, count = driver.create_green_context(wanted)
     except (CudaError, Unsupported) as error:
-        return _refused(driver, found.count, f"the driver refuses the split: {error}", required)
+        return _refused(driver, found.count, f"the driver refuses the split: {error}")
     return SmPartition(driver, count, context)
 
 
-def _refused(driver: Driver, sms: int, reason: str, required: bool) -> SmPartition:
-    if required:
-        raise Unsupported(f"{reason}; run without a partition, or use a newer driver")
+def _refused(driver: Driver, sms: int, reason: str) -> SmPartition:
     _log.warning("no partition of multiprocessors: %s", reason)
     return SmPartition(driver, sms, reason=reason)
