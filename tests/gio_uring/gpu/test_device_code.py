@@ -62,10 +62,9 @@ def test_a_cubin_is_compiled_once_for_each_key(
     assert len(compiler) == 1
     assert "--gpu-architecture=sm_90" in compiler[0][1]
     compile_cubin(source, "sm_80", cache=cache)
-    compile_cubin(source, "sm_90", options=["-DX"], cache=cache)
     (source.root / "include/a.h").write_text("int c;")
     assert compile_cubin(source, "sm_90", cache=cache) != first
-    assert len(compiler) == 4
+    assert len(compiler) == 3
     assert not [p for p in cache.folder.iterdir() if p.suffix != ".cubin"], "nothing half written"
 
 

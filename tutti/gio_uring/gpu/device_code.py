@@ -139,19 +139,14 @@ def _shipped() -> Path:
 
 
 def compile_cubin(
-    source: DeviceSource,
-    architecture: str,
-    *,
-    options: Sequence[str] = (),
-    cache: CubinCache | None = None,
+    source: DeviceSource, architecture: str, *, cache: CubinCache | None = None
 ) -> bytes:
     """Compiles `source` for one architecture, or reads the cubin from the cache.
 
-    options: more options of NVRTC, such as "-DNAME".
     Raises Unsupported without cuda-bindings or NVRTC, CudaError with NVRTC's log.
     """
     compiler = _Nvrtc()
-    every = [f"--gpu-architecture={architecture}", "-std=c++17", *options]
+    every = [f"--gpu-architecture={architecture}", "-std=c++17"]
     words = "\0".join([*every, compiler.version(), source.program])
     name = hashlib.sha256(source.digest() + words.encode()).hexdigest()
     cubin = cache.read(name) if cache is not None else None
@@ -224,12 +219,7 @@ class Modules(Owned):
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        *,
-        source: DeviceSource | None = None,
-        cache: CubinCache | None = None,
-        kernels: Sequence[str] = KERNELS,
+        self, driver: Driver, *, source: DeviceSource | None = None, cache: CubinCache | None = None
     ) -> None:
         self._driver = driver
         cubin = compile_cubin(
@@ -238,7 +228,7 @@ class Modules(Owned):
         self._module = driver.load_module(cubin)
         try:
             self._functions: Mapping[str, int] = {
-                name: driver.find_function(self._module, name) for name in kernels
+                name: driver.find_function(self._module, name) for name in KERNELS
             }
         except BaseException:
             driver.unload_module(self._module)
