@@ -279,7 +279,7 @@ def test_kernels_ring_registers_where_a_drive_has_them() -> None:
         queues = DeviceQueues(driver, controller, tables, stream, 2, 8)
         assert queues.ring == ("mmio" if is_drive else "word")
         wait_until(lambda: driver.is_stream_done(stream))  # the tables are on their way
-        place = queues.queues[1].struct_address
+        place = queues.queues[1].qp
         struct = QueuePairStruct.from_address(driver.host(place, ctypes.sizeof(QueuePairStruct)))
         if is_drive:
             start = driver.device_address(registers.address)

@@ -27,7 +27,6 @@ from tutti.base.process import Owned
 from tutti.base.units import MiB
 from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
-from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu.device_batch import BatchRequest, Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.device_code import Modules
 from tutti.gio_uring.gpu.device_job import DeviceJob
@@ -36,7 +35,6 @@ from tutti.gio_uring.gpu.driver import Driver
 from tutti.gio_uring.gpu.engine_choice import REASON
 from tutti.gio_uring.gpu.host_engine import STAGING_NBYTES
 from tutti.gio_uring.gpu.launcher import KernelWork, Launcher, ResidentKernels, ShortKernels
-from tutti.gio_uring.gpu.parameters import QueueShareStruct
 from tutti.gio_uring.gpu.persistent import PersistentKernel
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, TableMemory, retain_until_exit
 from tutti.gio_uring.gpu.stream_queue import Needed, StreamQueue, wait_until
@@ -253,7 +251,7 @@ class DeviceEngine(Owned):
         runs = extents.commands(
             CutStruct(extents.slice_nlb, self._lba_nbytes, self._command_nlb, slices_max)
         )
-        runs, parts = self._queues.split(runs)
+        runs, shares = self._queues.split(runs)
         io = IocbStruct()
         io.n_runs, io.n_pages, io.n_layers, io.n_segments = runs.size, pages, starts.size, 1
         nbytes = sum(memory.segment_nbytes)
@@ -267,19 +265,7 @@ class DeviceEngine(Owned):
         io.opcode, io.lba_shift = opcode, info.lba_shift
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = PSDT_SGL if info.sgl_descriptors else 0
-        shares = [self._share(q, *part) for q, part in enumerate(parts)]
         return Commands(io, runs, np.arange(pages, dtype=np.uint32), starts, shares)
-
-    def _share(self, number: int, first: int, count: int) -> QueueShareStruct:
-        queue = self._queues.queues[number]
-        return QueueShareStruct(
-            qp=queue.struct_address,
-            lists=queue.lists,
-            lists_dma=queue.lists_dma,
-            list_nbytes=LIST_NBYTES,
-            first_run=first,
-            n_runs=count,
-        )
 
     def enqueue(self, job: DeviceJob) -> None:
         """Enqueues a job on the stream, and watches it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,21 +17,13 @@ from tutti.gio_uring.engine import LIST_NBYTES
 from tutti.gio_uring.gpu.device_batch import TableImage
 from tutti.gio_uring.gpu.doorbells import GpuDoorbells
 from tutti.gio_uring.gpu.driver import Driver
+from tutti.gio_uring.gpu.parameters import QueueShareStruct
 from tutti.gio_uring.gpu.pinned_memory import LeaseOwner, PinnedMemory, TableMemory
 from tutti.gio_uring.iocb import Runs
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.queue_pair import QueuePair, QueuePairStruct
 
 _TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class DeviceQueue:
-    """One queue pair: device addresses of its struct and lists, and the lists' DMA address."""
-
-    struct_address: int
-    lists: int
-    lists_dma: int
 
 
 class DeviceQueues(Owned):
@@ -81,7 +72,8 @@ class DeviceQueues(Owned):
                 images.append(_image(pair, pinned, doorbells[handle] if doorbells else pinned))
             nbytes = sum(image.nbytes for image, _ in images)
             lease = tables.lease(nbytes, _TIMEOUT_S, LeaseOwner())
-            self.queues: list[DeviceQueue] = []
+            #: By queue pair: its addresses, and no runs.
+            self.queues: list[QueueShareStruct] = []
             offset = 0
             for number, (image, struct) in enumerate(images):
                 place = lease.device.address + offset
@@ -90,9 +82,8 @@ class DeviceQueues(Owned):
                 struct.completions += place
                 image.write(lease.host.address + offset)
                 start = number * depth * LIST_NBYTES
-                self.queues.append(
-                    DeviceQueue(place, lists.device_address + start, buffer.address + start)
-                )
+                addresses = place, lists.device_address + start, buffer.address + start
+                self.queues.append(QueueShareStruct(*addresses, LIST_NBYTES))
                 offset += image.nbytes
             tables.upload(lease, offset, stream)
             self._undo = undo.pop_all()
@@ -102,9 +93,9 @@ class DeviceQueues(Owned):
         """Whether a drive's reset has ended one of them: commands put there never end."""
         return any(pair.is_dead for pair in self._pairs)
 
-    def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, int]]]:
-        """Sorts runs by native controller, with its NSIDs.  Also returns each queue pair's (first,
-        number) of runs: equal shares within a controller, and no slice in two queue pairs.
+    def split(self, runs: Runs) -> tuple[Runs, list[QueueShareStruct]]:
+        """Sorts runs by native controller, with its NSIDs.  Also returns each queue pair's share of
+        them: equal shares within a controller, and no slice in two queue pairs.
         """
         handle, nsid = self._routes[runs["nsid"].astype(np.int64) - 1].T
         order = np.argsort(handle, kind="stable")
@@ -116,7 +107,10 @@ class DeviceQueues(Owned):
             for start, end in itertools.pairwise(ends)
             for first, number in split_shares(runs[start:end], self._shares)
         ]
-        return runs, parts
+        shares = [QueueShareStruct.from_buffer_copy(queue) for queue in self.queues]
+        for share, (first, number) in zip(shares, parts, strict=True):
+            share.first_run, share.n_runs = first, number
+        return runs, shares
 
     def close(self) -> None:
         """Frees the memory, after the controller was reset.  A second call does nothing."""
