@@ -33,6 +33,11 @@ def interrupted() -> CudaError:
     return CudaError("the start of a transfer on the GPU was interrupted; start it again")
 
 
+def _left_s(deadline: float) -> float:
+    """Time until time.monotonic() is there; 0 afterwards."""
+    return max(0.0, deadline - time.monotonic())
+
+
 @dataclass(frozen=True)
 class Route:
     """What the stream needs for one transfer: copies for each chunk, and the staging.
@@ -316,25 +321,22 @@ class MovedJob(Owned):
         Raises CudaError if not all of them could be enqueued.
         """
         deadline = time.monotonic() + timeout_s
-
-        def left_s() -> float:
-            return max(0.0, deadline - time.monotonic())
-
         if self._failure is not None:
             raise self._failure
-        if not all(job.wait_layers(layers, left_s()) for job in self._jobs):
+        if not all(job.wait_layers(layers, _left_s(deadline)) for job in self._jobs):
             return False
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_put(layers), left_s()):
+            if not self._changed.wait_for(lambda: self._is_put(layers), _left_s(deadline)):
                 return False
         if self._failure is not None:
             raise self._failure
-        if not wait_until(lambda: self._is_moved(layers), left_s()):
+        if not wait_until(lambda: self._is_moved(layers), _left_s(deadline)):
             return False
         verification = self._route.verification
         if verification is None or not verification.is_wrong(layers):
             return True
-        return wait_until(self.is_verified, left_s())  # the wrong pages are known only at the end
+        # The wrong pages are known only at the end.
+        return wait_until(self.is_verified, _left_s(deadline))
 
     def order_stream(self, stream: int, layers: int) -> None:
         """Makes `stream` wait, on the GPU, until `layers` layers were moved or the job failed.
@@ -353,13 +355,9 @@ class MovedJob(Owned):
     def wait_released(self, timeout_s: float) -> bool:
         """Waits until neither medium nor stream uses its memory.  False after the timeout."""
         deadline = time.monotonic() + timeout_s
-
-        def left_s() -> float:
-            return max(0.0, deadline - time.monotonic())
-
-        if not all(job.wait_released(left_s()) for job in self._jobs):
+        if not all(job.wait_released(_left_s(deadline)) for job in self._jobs):
             return False
-        return wait_until(self._is_through, left_s())
+        return wait_until(self._is_through, _left_s(deadline))
 
     def open_gate(self) -> None:
         """Lets the job compare its digests.  Makes no CUDA call, as the stream waits for this."""
