@@ -48,12 +48,23 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
     }
   }
   ++job->refs;  // dropped when the task is done
-  const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
+  const u32 slices = task.end - task.first;
+  const u64 nbytes = static_cast<u64>(slices) * io.slice_nlb << io.lba_shift;
   if (nbytes < kOffloadNbytes) {
     engine_->digest(task);
-  } else if (!engine_->offer(task)) {
-    hash(task);
+    return;
   }
+  // A worker has to wake up first, and something waits for the first layer of a load: so this
+  // thread, which has issued the next commands, hashes half of the slices, or the only one.
+  const bool helps = job->config.digest == kDigestCompare && completed.layer == 0 && !job->ahead;
+  DigestTask rest = task;
+  rest.first = task.end = task.first + (helps ? (slices + 1) / 2 : 0);
+  if (helps && rest.first != rest.end) {  // counted as two commands
+    ++job->refs;
+    ++job->layer_left[completed.layer];
+  }
+  if (rest.first != rest.end && !engine_->offer(rest)) hash(rest);
+  if (helps) hash(task);
 }
 
 // Hashes in a service thread, which takes long.  Another service thread that hashes on the same
