@@ -57,7 +57,7 @@ void ServiceThread::loop() {
     const u64 clock_ns = controller_->clock_ns(now);
     accept();
     if (issue(now, clock_ns)) sq_ring<WordDoorbell>(qp_);
-    const bool busy = !finished_.empty() || !to_digest_.empty() || !is_attended_;
+    const bool busy = !finished_.empty() || !to_digest_.empty() || helps_ || !is_attended_;
     const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
     controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
     for (const Finished& f : to_digest_) digest_command(f.part, f.completed);
@@ -65,6 +65,7 @@ void ServiceThread::loop() {
     now = monotonic_ns();
     for (const Finished& f : finished_) finish(f.part, f.completed);
     finished_.clear();
+    help();
     if (!is_attended_.exchange(true)) run_attention();  // pairs with attend
     reap(controller_->clock_ns(now));
     run_blocked(now);

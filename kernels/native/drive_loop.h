@@ -129,6 +129,7 @@ class ServiceThread {
   void finish(Part* part, const Completed& completed);
   void digest_command(Part* part, const Completed& completed);
   void hash(const DigestTask& task);
+  void help();
   bool may_issue(const Part& part) const;
   bool is_granted(const Part& part) const;
   void list_granted();
@@ -160,6 +161,7 @@ class ServiceThread {
   u64 alone_ns_[kKinds] = {};  // time of a command with no other in flight
   std::vector<Finished> finished_;
   std::vector<Finished> to_digest_;  // issued in this turn
+  bool helps_ = false;               // to hash what it offered to workers: it is urgent
   std::list<Part> parts_;
   Part::Turns ready_[kPriorities];  // have commands to issue
   Part::Turns blocked_;             // have some, once their mover allows

@@ -3,7 +3,7 @@
 //
 // Each drive has a service thread, with a queue pair and a window of its own.  A job is shared by
 // the service threads whose drives have a part of it.  Digests are computed by a small pool of
-// workers, or by the service thread when none of them is free.
+// workers, and by the service thread when none of them is free or when a layer is urgent.
 #pragma once
 
 #include <algorithm>
@@ -91,7 +91,7 @@ struct EngineStats {
   u64 timeouts;
   u64 thread_cpu_ns;  // of all service threads and digest workers
   u64 digest_ns;
-  u64 digests_offloaded;  // commands whose digests were a worker's
+  u64 digests_offloaded;  // commands whose digests, or the last of them, were a worker's
 };
 
 // Statistics of a service thread, and measurements of its drive; index 0 is for reads, 1 for
@@ -162,6 +162,11 @@ struct Next;
 struct Job {
   explicit Job(const JobConfig& c);
   ~Job();
+  // Whether something waits for this layer of a load, or will wait for it next.
+  bool is_urgent(u32 layer) const {
+    const u32 asked = consumer.asked();
+    return config.digest == kDigestCompare && !ahead && (layer == asked || layer + 1 == asked);
+  }
 
   const JobConfig config;
   const Run* const runs;
@@ -237,6 +242,7 @@ class Engine {
   // Called by service threads and workers.
   void digest(const DigestTask& task);
   bool offer(const DigestTask& task);  // false: no worker is free
+  DigestTask take();
   bool is_hashing_on(int processor) const;
   void layer_command_ended(Job* job, u32 layer);
   void mark_pages(Job* job, u32 first, u32 end, u32 status);

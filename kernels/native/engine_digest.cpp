@@ -1,5 +1,5 @@
-// Computes digests of slices: in workers, or in the service thread if no worker is free, so that
-// progress never depends on a worker.
+// Computes digests of slices: in workers, and in the service thread if no worker is free or if a
+// layer is urgent, so that progress never depends on a worker.
 #include <sched.h>
 
 #include <algorithm>
@@ -12,6 +12,9 @@ namespace gio {
 namespace {
 
 constexpr u64 kOffloadNbytes = 128 << 10;  // less is hashed sooner than handed over
+constexpr u64 kAloneNbytes = 512 << 10;    // less is hashed sooner than a sleeping worker wakes up
+constexpr u64 kPieceNbytes = 256 << 10;    // of a task: threads take turns
+constexpr u32 kHelpPieces = 64;            // that a service thread hashes before it goes on
 constexpr u64 kMoveNs = 1'000'000;         // a thread leaves a processor at most so often
 
 // Moves this thread away from a processor, and then restores its affinity mask.
@@ -48,23 +51,29 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
     }
   }
   ++job->refs;  // dropped when the task is done
-  const u32 slices = task.end - task.first;
-  const u64 nbytes = static_cast<u64>(slices) * io.slice_nlb << io.lba_shift;
+  const u64 nbytes = static_cast<u64>(task.end - task.first) * io.slice_nlb << io.lba_shift;
+  const bool is_urgent = job->is_urgent(completed.layer);
+  const bool is_alone = is_urgent && finished_.size() == 1 && nbytes < kAloneNbytes;
   if (nbytes < kOffloadNbytes) {
     engine_->digest(task);
-    return;
+  } else if (is_alone || !engine_->offer(task)) {
+    hash(task);
+  } else if (is_urgent) {
+    helps_ = true;
   }
-  // A worker has to wake up first, and something waits for the first layer of a load: so this
-  // thread, which has issued the next commands, hashes half of the slices, or the only one.
-  const bool helps = job->config.digest == kDigestCompare && completed.layer == 0 && !job->ahead;
-  DigestTask rest = task;
-  rest.first = task.end = task.first + (helps ? (slices + 1) / 2 : 0);
-  if (helps && rest.first != rest.end) {  // counted as two commands
-    ++job->refs;
-    ++job->layer_left[completed.layer];
+}
+
+// Hashes what no worker has begun, if this thread has offered something urgent.  That includes what
+// comes before it: layers are ready in their order.
+void ServiceThread::help() {
+  for (u32 n = 0; helps_ && n < kHelpPieces; ++n) {  // bounded: other threads may offer more
+    std::unique_lock<std::mutex> lock(engine_->tasks_mutex_);
+    if (engine_->tasks_.empty()) break;
+    const DigestTask task = engine_->take();
+    lock.unlock();
+    hash(task);
   }
-  if (rest.first != rest.end && !engine_->offer(rest)) hash(rest);
-  if (helps) hash(task);
+  helps_ = false;
 }
 
 // Hashes in a service thread, which takes long.  Another service thread that hashes on the same
@@ -126,8 +135,24 @@ bool Engine::offer(const DigestTask& task) {
     tasks_.push_back(task);
   }
   task_came_.notify_one();
-  ++offloaded_;
   return true;
+}
+
+// Takes a piece of the first task.  The mutex must be held, and a task be there.
+DigestTask Engine::take() {
+  DigestTask& task = tasks_.front();
+  DigestTask piece = task;
+  const Iocb& io = task.job->config.iocb;
+  const u64 slice_nbytes = static_cast<u64>(io.slice_nlb) << io.lba_shift;
+  const u32 most = static_cast<u32>(std::max<u64>(kPieceNbytes / slice_nbytes, 1));
+  if (task.end - task.first <= most) {
+    tasks_.erase(tasks_.begin());
+  } else {  // the rest counts as another command
+    piece.end = task.first = task.first + most;
+    ++task.job->refs;
+    ++task.job->layer_left[task.layer];
+  }
+  return piece;
 }
 
 void Engine::work(std::atomic<u64>* cpu_ns) {
@@ -138,8 +163,9 @@ void Engine::work(std::atomic<u64>* cpu_ns) {
       task_came_.wait(lock);
       continue;
     }
-    const DigestTask task = tasks_.front();
-    tasks_.erase(tasks_.begin());
+    const u32 end = tasks_.front().end;
+    const DigestTask task = take();
+    if (task.end == end) ++offloaded_;
     lock.unlock();
     digest(task);
     lock.lock();

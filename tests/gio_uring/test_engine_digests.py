@@ -95,3 +95,13 @@ def test_loads_that_end_early_leave_no_digest_under_way(rig: Rig, seed: int) -> 
         for job in jobs:
             assert job.report().done
             assert bool(job.page_status.any()) == bool(job.report().status)
+
+
+def test_a_short_first_layer_waits_for_no_worker() -> None:
+    """One that sleeps needs longer to wake up than the service thread to hash it."""
+    with closing(Rig(1, layers=1)) as rig:
+        before = rig.engine.stats().digests_offloaded
+        job = rig.load(rig.digests[:4], pages=4)
+        assert job.wait_released(10)
+        assert job.report().status == 0
+        assert rig.engine.stats().digests_offloaded == before
