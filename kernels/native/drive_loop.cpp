@@ -60,6 +60,7 @@ void ServiceThread::loop() {
     const bool busy = !finished_.empty() || !to_digest_.empty() || helps_ || !is_attended_;
     const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
     controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
+    help();
     for (const Finished& f : to_digest_) digest_command(f.part, f.completed);
     to_digest_.clear();
     now = monotonic_ns();
@@ -284,7 +285,10 @@ void ServiceThread::reap(u64 clock_ns) {
     if (command.part->job->config.priority >= kStores) inflight_late_ -= command.nbytes;
     const Completed completed = {command.layer, command.run, word & ~kCompleted};
     measure(command, completed.status, clock_ns);
-    if (command.part->job->config.digest == kDigestNone) {
+    const Job& job = *command.part->job;
+    // A worker can begin with what is urgent, or wake up, while this thread issues commands.
+    const bool is_shared = job.is_urgent(command.layer) && command.nbytes >= kAloneNbytes;
+    if (job.config.digest == kDigestNone || (is_shared && engine_->has_workers())) {
       finish(command.part, completed);
     } else {  // once the drive has its next commands
       finished_.push_back({command.part, completed});

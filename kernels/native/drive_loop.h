@@ -99,6 +99,7 @@ class ServiceThread {
   static constexpr u32 kKinds = 2 * kSizes;
   static constexpr u32 kAlways = 256;
   static constexpr int kNowhere = -2;
+  static constexpr u64 kAloneNbytes = 512 << 10;  // less is hashed before a worker has woken up
   static constexpr u64 kOpeningNs = 200'000'000;  // how long a load may keep all others waiting
   static u32 kind_of(u32 opcode, u64 nbytes);
 

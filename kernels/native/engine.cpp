@@ -13,6 +13,7 @@ namespace gio {
 namespace {
 
 constexpr u64 kResetSlackNs = 400'000'000;  // a sleeping thread wakes more often than that
+constexpr u32 kUrgentTasks = 64;            // that may wait, beside two tasks for each worker
 
 u64 clock_ns(clockid_t id) {
   timespec t;
@@ -77,7 +78,7 @@ Engine::Engine(const EngineConfig& config)
                                                        at<ServiceThreadConfig>(config.threads)[i],
                                                        config.list_nbytes, config.window_nbytes));
   }
-  tasks_.reserve(2 * config.digest_workers);
+  tasks_.reserve(2 * config.digest_workers + kUrgentTasks);
   try {
     for (u32 i = 0; i < config.digest_workers; ++i) {
       workers_.emplace_back([this, i] { work(&worker_cpu_ns_[i]); });

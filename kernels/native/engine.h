@@ -241,8 +241,9 @@ class Engine {
 
   // Called by service threads and workers.
   void digest(const DigestTask& task);
-  bool offer(const DigestTask& task);  // false: no worker is free
+  bool offer(const DigestTask& task, bool is_urgent);  // false: no worker is free
   DigestTask take();
+  bool has_workers() const { return !workers_.empty(); }
   bool is_hashing_on(int processor) const;
   void layer_command_ended(Job* job, u32 layer);
   void mark_pages(Job* job, u32 first, u32 end, u32 status);

@@ -12,7 +12,6 @@ namespace gio {
 namespace {
 
 constexpr u64 kOffloadNbytes = 128 << 10;  // less is hashed sooner than handed over
-constexpr u64 kAloneNbytes = 512 << 10;    // less is hashed sooner than a sleeping worker wakes up
 constexpr u64 kPieceNbytes = 256 << 10;    // of a task: threads take turns
 constexpr u32 kHelpPieces = 64;            // that a service thread hashes before it goes on
 constexpr u64 kMoveNs = 1'000'000;         // a thread leaves a processor at most so often
@@ -56,7 +55,7 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
   const bool is_alone = is_urgent && finished_.size() == 1 && nbytes < kAloneNbytes;
   if (nbytes < kOffloadNbytes) {
     engine_->digest(task);
-  } else if (is_alone || !engine_->offer(task)) {
+  } else if (is_alone || !engine_->offer(task, is_urgent)) {
     hash(task);
   } else if (is_urgent) {
     helps_ = true;
@@ -126,12 +125,13 @@ void Engine::digest_slice(Job* job, u32 layer, u32 page_index) {
   }
 }
 
-// Gives a task to the workers; false if all of them have enough tasks.
-bool Engine::offer(const DigestTask& task) {
+// Gives a task to the workers; false if all of them have enough tasks.  What is urgent is not left
+// to them alone, so there may be more of it.
+bool Engine::offer(const DigestTask& task, bool is_urgent) {
   if (workers_.empty()) return false;
   {
     std::lock_guard<std::mutex> lock(tasks_mutex_);
-    if (tasks_.size() == tasks_.capacity()) return false;
+    if (tasks_.size() >= (is_urgent ? tasks_.capacity() : 2 * workers_.size())) return false;
     tasks_.push_back(task);
   }
   task_came_.notify_one();
