@@ -172,11 +172,12 @@ u64 Engine::clock_ns() {
 int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
   if (job->ahead && job->ahead.exchange(false)) attend();
   job->consumer.asks(layers, clock_ns());
-  const auto ready = [&] {
+  const auto ready = [&] { return job->layers_ready >= layers || job->done; };
+  const auto wait_for_layers = [&] {
     if (layers < job->waited) job->waited = layers;  // before the look: pairs with notify
-    return job->layers_ready >= layers || job->done;
+    return ready();
   };
-  const int result = ready() ? 0 : wait(timeout_ns, ready);
+  const int result = ready() ? 0 : wait(timeout_ns, wait_for_layers);
   if (result == 0) job->consumer.gets(layers, clock_ns());
   return result;
 }
@@ -371,9 +372,10 @@ void Engine::tell_released(std::list<u64>* tag) {
 }
 
 // Wakes waiters of a job after layers became ready or it ended, if one waits for so few layers.
-void Engine::notify(const Job* job) {
+void Engine::notify(Job* job) {
   if (waiters_ == 0 || (!job->done && job->layers_ready < job->waited)) return;
   std::lock_guard<std::mutex> lock(mutex_);
+  job->waited = ~0u;  // a waiter that wakes up and waits on sets it again
   changed_.notify_all();
 }
 

@@ -182,7 +182,7 @@ struct Job {
   std::atomic<bool> gate;
   std::atomic<bool> cancel{false};
   std::atomic<u32> layers_ready{0};
-  std::atomic<u32> waited{~0u};  // the fewest layers ready that were waited for
+  std::atomic<u32> waited{~0u};  // the fewest layers that a waiter sleeps for
   Consumer consumer;
   std::atomic<bool> ahead;  // nothing has waited for its layers yet
   std::atomic<u32> status{0};
@@ -262,7 +262,7 @@ class Engine {
   u64 clock_ns();
   void end(Job* job);
   void attend();
-  void notify(const Job* job);
+  void notify(Job* job);
   void work(std::atomic<u64>* cpu_ns);
   void end_workers();
   std::vector<std::list<Part>> split(Job* job) const;

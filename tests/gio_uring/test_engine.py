@@ -250,6 +250,54 @@ def wake_ups(of: set[Path]) -> int:
     return sum(int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in found)
 
 
+def own_sleeps() -> int:
+    """How often this thread slept."""
+    text = Path("/proc/thread-self/status").read_text()
+    return int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+def test_a_wait_is_not_woken_by_layers_before_its_own(rig: Rig) -> None:
+    """After a wait for fewer layers, as by one who takes the first layer and then the rest."""
+    layers = 24
+    starts = np.arange(layers, dtype=np.uint64) * np.uint64(4096)
+    bases = (np.uint64(rig.buffer.address) + starts)[:, None]
+    memory = PagedMemory(bases, (4096,), (4096,), 1)
+    extents, pages = Extents([10], [1], [1], 1, 1), memory.check_pages([0])
+    job = rig.engine.submit(OPCODE_READ, extents, pages, memory, held=True)
+    sleeps: list[int] = []
+
+    def wait() -> None:
+        if job.wait_layers(1, 10):
+            before = own_sleeps()
+            if job.wait_layers(layers, 10):
+                sleeps.append(own_sleeps() - before)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    for granted in range(1, layers + 1):
+        time.sleep(0.005)  # by then the waiter sleeps
+        job.grant(granted, 2**32 - 1, None)
+    waiter.join(20)
+    assert sleeps and sleeps[0] < layers // 2
+
+
+def test_threads_wait_for_different_layers(rig: Rig) -> None:
+    job = rig.submit(OPCODE_READ, [0, 1, 2], held=True)
+    woken = [threading.Event() for _ in range(LAYERS)]
+
+    def wait(layer: int) -> None:
+        if job.wait_layers(layer + 1, 10):
+            woken[layer].set()
+
+    for layer in reversed(range(LAYERS)):
+        threading.Thread(target=wait, args=(layer,)).start()
+    for layer in range(LAYERS):
+        time.sleep(0.02)
+        job.grant(layer + 1, 2**32 - 1, None)
+        assert woken[layer].wait(10)
+        assert not any(other.is_set() for other in woken[layer + 1 :])
+
+
 def test_an_engine_with_nothing_to_do_sleeps() -> None:
     """Its commands come from its own thread, so no doorbell has to be looked at."""
     others = threads()
