@@ -205,10 +205,13 @@ void Engine::grant(Job* job, u32 layers, u32 report_at) {
 }
 
 void Engine::report(Job* job) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (job->report.empty() || job->layers_ready < job->report_at) return;
-  job->report_at = ~0u;
-  tell_released(&job->report);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (job->report.empty() || job->layers_ready < job->report_at) return;
+    job->report_at = ~0u;
+    released_.splice(released_.end(), job->report);
+  }
+  released_came_.notify_all();
 }
 
 void Engine::cancel(Job* job) {
@@ -343,11 +346,14 @@ void Engine::end(Job* job) {
 void Engine::drop(Job* job) {
   if (--job->refs != 0) return;
   if (job->next != nullptr && job->status == 0 && follow(job)) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (job->before != nullptr) job = job->before;
-  job->released = true;
-  tell_released(&job->place);
-  if (waiters_ != 0) changed_.notify_all();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (job->before != nullptr) job = job->before;
+    job->released = true;
+    released_.splice(released_.end(), job->place);  // the job may be freed from here on
+  }
+  changed_.notify_all();
+  released_came_.notify_all();
 }
 
 // After a job that succeeded: begins the one that follows it; false if the engine stops.
@@ -365,17 +371,14 @@ bool Engine::follow(Job* job) {
   return true;
 }
 
-// Adds a tag for gio_engine_next.  The mutex must be held.
-void Engine::tell_released(std::list<u64>* tag) {
-  released_.splice(released_.end(), *tag);
-  released_came_.notify_all();
-}
-
 // Wakes waiters of a job after layers became ready or it ended, if one waits for so few layers.
+// Not under the mutex: a waiter that wakes up at once would have to sleep again.
 void Engine::notify(Job* job) {
   if (waiters_ == 0 || (!job->done && job->layers_ready < job->waited)) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  job->waited = ~0u;  // a waiter that wakes up and waits on sets it again
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    job->waited = ~0u;  // a waiter that wakes up and waits on sets it again
+  }
   changed_.notify_all();
 }
 

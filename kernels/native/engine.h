@@ -268,7 +268,6 @@ class Engine {
   std::vector<std::list<Part>> split(Job* job) const;
   template <typename Ready>
   int wait(u64 timeout_ns, Ready ready);
-  void tell_released(std::list<u64>* tag);
 
   const u32 n_threads_;
   std::vector<Route> routes_;
