@@ -137,6 +137,7 @@ FIRES = (
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "0 0 1 1")]),
     ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "1 1")]),
+    ("TuttiServerCorruptData", "3m", [series("tutti:quarantined_slots", "0 0 1 1")]),
     ("TuttiServerUsesNoPool", "20m", [series("tutti:recovering", "1+0x30")]),
     (
         "TuttiServerDropsPages",
@@ -157,6 +158,11 @@ QUIET = (
     ),
     ("TuttiCorruptData", "2m", [series("tutti_corrupt_objects_total", "7 7 7 7")]),
     ("TuttiMemberMissing", "1m", [series("tutti_missing_members", "0 0")]),
+    (
+        "TuttiServerCorruptData",
+        "3m",
+        [series("tutti:quarantined_slots", "0 0 9 9"), series("tutti:missing_members", "0 0 1 1")],
+    ),
     ("TuttiServerUsesNoPool", "20m", [series("tutti:recovering", "1+0x9 0+0x20")]),
     (
         "TuttiServerDropsPages",

@@ -61,7 +61,6 @@ POOLS: Mapping[str, tuple[str, str, str]] = {
     "capacity_objects": ("gauge", "capacity_objects", "objects that fit into the pool"),
     "free_objects": ("gauge", "free_objects", "slots that are free"),
     "write_budget_bytes": ("gauge", "write_budget_nbytes", "bytes per day that puts may write"),
-    "missing_members": ("gauge", "missing_members", "missing members of a degraded pool"),
     "pinned_objects": ("gauge", "pinned_objects", "objects that an operator pinned"),
 }
 #: Of namespaces with a quota: (key of one, type, meaning).
@@ -232,8 +231,6 @@ def _stats_of(store: Any) -> dict[str, Any] | None:
     found = numbers(stats)
     if (budget := store.config.write_budget_nbytes) is not None:
         found["write_budget_nbytes"] = budget
-    if (members := getattr(store, "members", None)) is not None:  # a client's store has none
-        found["missing_members"] = members.count - len(members.present)
     return found
 
 

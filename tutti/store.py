@@ -301,6 +301,7 @@ class ObjectStore(Owned, Store):
             **self._core.stats(),
             **self.residency.stats(),
             "recovered": self.recovered,
+            "missing_members": self.members.missing,
             "profile": schedule.source if schedule is not None else OFF,
             "scheduler": scheduler.counters() if scheduler is not None else {},
         }

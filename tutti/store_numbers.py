@@ -11,6 +11,7 @@ from tutti.profiles.at_open import OFF, SCHEDULING
 NUMBERS: Mapping[str, tuple[str, str, str]] = {
     "busy_objects": ("gauge", "busy_objects", "objects that transfers or look-ups now use"),
     "usable_objects": ("gauge", "usable_objects", "capacity without reserve and quarantined slots"),
+    "missing_members": ("gauge", "missing_members", "members missing at the opening or lost since"),
     "corrupt_objects": ("counter", "mismatches", "objects that a load found with a wrong digest"),
     "evicted_objects": ("counter", "evicted", "objects evicted"),
     "over_budget_pages": ("counter", "over_budget", "pages dropped beyond the write budget"),

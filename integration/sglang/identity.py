@@ -286,10 +286,9 @@ def open_store(
 
 def facts_of(store: Store, path: str) -> dict[str, str]:
     """Settings of an open pool; executor "agent" if an agent has it open."""
-    executor, missing, config = "agent", 0, store.config
+    executor, config = "agent", store.config
     if isinstance(store, ObjectStore):
         executor = getattr(store.controller, "executor_name", type(store.controller).__name__)
-        missing = store.members.count - len(store.members.present)
     return {
         "version": __version__,
         "path": path,
@@ -297,7 +296,6 @@ def facts_of(store: Store, path: str) -> dict[str, str]:
         "verify": config.verify,
         "durability": config.durability,
         "profile": OFF if config.schedule is None else config.schedule.source,
-        "missing_members": str(missing),
         "write_budget_bytes": str(config.write_budget_nbytes or 0),
     }
 

@@ -46,8 +46,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "kernel_copied_pages": ("counter", "pages that a kernel copied via staging, once per layer"),
     "fullness": ("gauge", "objects stored over usable_objects, 0 to 1"),
     "capacity_tokens": ("gauge", "tokens of usable_objects pages"),
-    "missing_members": ("gauge", "members without which a degraded pool was opened"),
-    "quarantined_slots": ("gauge", "slots out of use because their bytes were damaged"),
+    "quarantined_slots": ("gauge", "slots with damaged bytes, or on missing members"),
     "unproven_objects": ("gauge", "objects that an unclean close left to be verified"),
     "attached": ("gauge", "1 while the pool is open, 0 after it was detached"),
     "recovering": ("gauge", "1 while the slot tables are read and look-ups miss"),
@@ -118,9 +117,8 @@ class Metrics:
                 self._publish(name, labels, lambda metric: None)
 
     def info(self, facts: Mapping[str, str]) -> None:
-        """Publishes the pool's settings as labels of a metric that is always 1, and two gauges."""
-        for name in ("missing_members", "write_budget_bytes"):
-            self.level(name, int(facts.get(name, 0)))
+        """Publishes the pool's settings as labels of a metric that is always 1, and its budget."""
+        self.level("write_budget_bytes", int(facts.get("write_budget_bytes", 0)))
         if self._published is None:
             return
         labels = {**self._labels, **{name: facts.get(name, "") for name in _INFO_LABELS}}

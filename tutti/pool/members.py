@@ -32,6 +32,7 @@ class Members(Owned):
     """The superblocks of a pool whose namespaces are open.
 
     superblocks: one per member, None for one that is missing in a degraded pool.
+    lost: members that failed while the pool was open; nothing is written to them any more.
     The namespace of member m is ``nsid(m)``.
     """
 
@@ -41,6 +42,7 @@ class Members(Owned):
         self.io = io
         self._names = list(names)
         self.superblocks = list(superblocks)
+        self.lost: set[int] = set()
         self._nsids: list[int] = []
         given = iter(range(1, len(names) + 1))
         for superblock in superblocks:
@@ -124,8 +126,14 @@ class Members(Owned):
 
     @property
     def present(self) -> list[int]:
-        """Indices of the members that are open."""
-        return [m for m, s in enumerate(self.superblocks) if s is not None]
+        """Indices of the members that are open and not lost; of all open ones if all are lost."""
+        there = [m for m, s in enumerate(self.superblocks) if s is not None]
+        return [m for m in there if m not in self.lost] or there
+
+    @property
+    def missing(self) -> int:
+        """How many members are not used: missing when the pool was opened, or lost since."""
+        return self.superblocks.count(None) + len(self.lost)
 
     @property
     def clean(self) -> bool:
@@ -202,7 +210,7 @@ class Members(Owned):
         After an error this object is unchanged, and a retry writes to the same place.
         """
         for member, superblock in enumerate(superblocks):
-            if superblock is not None:
+            if superblock is not None and member in self.present:
                 offset = (self._copies[member] ^ 1) * BLOCK_NBYTES
                 self.io.write(self.nsid(member), offset, superblock.encode())
         self.io.flush(self.nsids())

@@ -183,6 +183,12 @@ class Core(InFlight):
             self.history.evicted(victims, index.key[victims])
         return victims
 
+    def remove(self, slots: Slots, state: SlotState) -> None:
+        """Removes objects from slots; see Index.remove.  Lock held."""
+        if pinned := int(np.count_nonzero(self.index.pinned[slots])):
+            self.lookup_pins.reserve(-pinned)
+        self.index.remove(slots, state)
+
     def extents(self, slots: Slots) -> Extents:
         """Where the objects of slots in page order lie, as runs."""
         geometry = self.geometry

@@ -396,7 +396,7 @@ class Loader:
             self.ended += 1
             core.counters.loaded += loaded
             core.counters.payload_read_nbytes += loaded * core.object_nbytes
-            if failed or settle.unproven is not None:
+            if failed or settle.unproven is not None or self._reclaimer.faults.unread:
                 self._judge(slots, settle.unproven, status)
         progress.settle()
         core.end(settle.memory)
@@ -412,6 +412,7 @@ class Loader:
             proven = proven[index.state[proven] == SlotState.UNPROVEN]
             index.set_state(proven, SlotState.READY)
             core.counters.proven += proven.size
+        self._reclaimer.faults.of_load(slots, status)
         slots = np.unique(slots[wrong])
         self._reclaimer.quarantine(slots[index.state[slots] == SlotState.READY])
         # A torn write does not condemn the slot.

@@ -20,6 +20,7 @@ from tutti.placement.eviction import reserve_slots
 from tutti.placement.index import SlotState
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
+from tutti.transfers.member_faults import MemberFaults
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Reclaimer:
         self._active = 0
         self._voiding = 0
         self.returning = 0  # slots that are free once their blocks are deallocated
+        self.faults = MemberFaults(core)
         self.reserve_slots = reserve_slots(core.index.slots)
         core.refill = self.refill
 
@@ -84,20 +86,21 @@ class Reclaimer:
 
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
         """
-        core = self._core
+        core, paused = self._core, self.faults.paused()
         available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
         state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins)
         if state == self._nothing_at and not kept.size:
             return
-        among = np.ones(core.index.slots, np.bool_) if kept.size else None
+        among = np.ones(core.index.slots, np.bool_) if kept.size or paused else None
         if among is not None:
             among[kept] = False
+            among.reshape(core.members.count, -1)[paused] = False  # no put could use their slots
         victims = core.choose_victims(2 * self.reserve_slots + extra - available, among)
         if victims.size:
             self.discard(np.sort(victims))
-        elif not kept.size:
+        elif among is None:
             self._nothing_at = state  # looking again would find the same
 
     def void(self, slots: Slots) -> None:
@@ -107,24 +110,18 @@ class Reclaimer:
 
     def discard(self, slots: Slots) -> None:
         """Removes the objects from slots, and frees the slots."""
-        self._remove(slots, SlotState.VOIDING)
+        self._core.remove(slots, SlotState.VOIDING)
         self.void(slots)
 
     def quarantine(self, slots: Slots) -> None:
         """Takes slots that own a key out of use permanently, on the medium as well."""
         self._core.counters.quarantined += slots.size
-        self._remove(slots, SlotState.QUARANTINED)
+        self._core.remove(slots, SlotState.QUARANTINED)
         self._enqueue(slots, SlotState.QUARANTINED)
 
     def quarantine_again(self, slots: Slots) -> None:
         """Writes the records of slots in quarantine once more: others may have replaced them."""
         self._enqueue(slots, SlotState.QUARANTINED)
-
-    def _remove(self, slots: Slots, state: SlotState) -> None:
-        core = self._core
-        if pinned := int(np.count_nonzero(core.index.pinned[slots])):
-            core.lookup_pins.reserve(-pinned)
-        core.index.remove(slots, state)
 
     def _enqueue(self, slots: Slots, outcome: SlotState, tries: int = 0) -> None:
         most = self._table.block_records
@@ -182,7 +179,8 @@ class Reclaimer:
     def _lose(self, slots: Slots, outcome: SlotState) -> None:
         """Keeps slots whose records cannot be written out of use until the next open reads them."""
         core = self._core
-        core.leave_open = True
+        is_lost = np.isin(slots // core.geometry.slots, list(core.members.lost))
+        core.leave_open |= not is_lost.all()
         if outcome == SlotState.VOIDED:
             self._voiding -= slots.size
             core.counters.quarantined += slots.size

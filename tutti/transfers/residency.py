@@ -226,7 +226,7 @@ class Residency(Owned):
         slots = (core.index.pins > 0) | (core.index.state == SlotState.WRITING)
         groups = slots.reshape(core.members.count, core.geometry.groups, -1).any(axis=2)
         used: npt.NDArray[np.bool_] = groups[self._member, self._group]
-        return used
+        return used | ~np.isin(self._member, core.members.present)  # a lost one stays as it is
 
     def _run(self, governor: Governor, root: Path) -> None:
         watch = _Watch(root)
@@ -272,7 +272,7 @@ class Residency(Owned):
     def _ranges(self, chosen: npt.NDArray[np.bool_]) -> list[BlockRange]:
         """The blocks of the chosen groups; neighbours are one range."""
         ranges = []
-        for member in self._core.members.present:
+        for member in np.unique(self._member).tolist():
             groups = np.sort(self._group[chosen & (self._member == member)])
             breaks = np.flatnonzero(np.diff(groups) != 1) + 1
             runs = np.split(groups, breaks) if groups.size else ()

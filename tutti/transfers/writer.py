@@ -354,6 +354,7 @@ class Writer:
         if np.count_nonzero(status):
             good = status == 0
             self._drop(batch.at(~good), status[~good], status[~good] == STATUS_WRITE_FAULT)
+            self._reclaimer.faults.of_put(batch.slots, status)
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
@@ -456,6 +457,7 @@ class Writer:
                 bad = batch.at(~good)
                 self._fail(bad, status[~good])
                 self._reclaimer.discard(bad.slots)
+                self._reclaimer.faults.of_put(batch.slots, status)
                 batch = batch.at(good)
             core.index.set_state(batch.slots, SlotState.READY)
             if batch.digests is not None:
@@ -479,8 +481,7 @@ class Writer:
             self._fail(batch, status)
             core.index.remove(batch.slots[~bad], SlotState.VOIDED)
             core.allocator.free(batch.slots[~bad])
-            if bad.any():
-                self._reclaimer.quarantine(batch.slots[bad])
+            self._reclaimer.quarantine(batch.slots[bad])
 
     def _fail(self, batch: _Batch, status: U32) -> None:
         self._core.counters.store_errors += batch.rows.size

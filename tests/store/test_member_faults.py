@@ -1,0 +1,224 @@
+"""A member that fails while its pool is open: the pool goes on with the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from crash.objects import check_books
+from memory_controller import MemoryController
+
+from store.pools import (
+    GEOMETRY,
+    Bytes,
+    controller_of,
+    formatted,
+    left_by,
+    opened,
+    put_some,
+    some_keys,
+)
+from tutti.errors import DeviceGone, MediumError, TuttiError
+from tutti.gio_uring.nvme_spec import (
+    OPCODE_READ,
+    OPCODE_WRITE,
+    STATUS_CAPACITY_EXCEEDED,
+    STATUS_DEVICE_GONE,
+    STATUS_NAMESPACE_WRITE_PROTECTED,
+    STATUS_UNRECOVERED_READ,
+    STATUS_WRITE_FAULT,
+)
+from tutti.placement.index import MISSING
+from tutti.store import ObjectStore
+from tutti.transfers.store_config import StoreConfig
+from tutti.transfers.tickets import LoadTicket, PutTicket
+
+DATA_LBA = GEOMETRY.groups_offset // 4096
+DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
+ALWAYS = 100_000
+BAD = 1  # the member that fails
+
+
+def filled(
+    rng: np.random.Generator, **config: object
+) -> tuple[MemoryController, ObjectStore, Bytes, Bytes]:
+    """A pool of two members, the keys of 16 objects, and which of them the bad member holds."""
+    controller = controller_of(formatted(members=2))
+    store = opened([], controller=controller, **config)
+    keys = put_some(store, rng, 16, pages=64)
+    on_bad = members_of(store, keys) == BAD
+    assert np.count_nonzero(on_bad) == 8
+    return controller, store, keys, on_bad
+
+
+def members_of(store: ObjectStore, keys: Bytes) -> Bytes:
+    """The member of every key that is there."""
+    slots = store._core.index.find(keys)
+    return (slots[slots != MISSING] // GEOMETRY.slots).astype(np.uint8)
+
+
+def fail(
+    controller: MemoryController, opcode: int, status: int, count: int = ALWAYS, member: int = BAD
+) -> None:
+    """Commands to the data of a member fail from now on."""
+    controller.fault_range(member + 1, DATA_LBA, DATA_NLB, opcode, status, count)
+
+
+def fails_to_load(store: ObjectStore, key: Bytes) -> None:
+    with pytest.raises(MediumError):
+        store.load(key[None], [20]).wait(5)
+    assert store._core.wait_quiet(5)
+
+
+@pytest.mark.parametrize("verb", ["load", "put"])
+def test_a_drive_that_is_gone_is_misses_and_gets_no_puts(
+    rng: np.random.Generator, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also at the next open without it: the other member was closed cleanly."""
+    controller, store, keys, on_bad = filled(rng)
+    fail(controller, OPCODE_READ, STATUS_DEVICE_GONE)
+    fail(controller, OPCODE_WRITE, STATUS_DEVICE_GONE)
+    ticket: LoadTicket | PutTicket
+    if verb == "load":
+        ticket = store.load(keys, 20 + np.arange(16))
+    else:
+        ticket = store.put(some_keys(rng, 16), np.arange(16))
+    with pytest.raises(DeviceGone):
+        ticket.wait(5)
+    assert store._core.wait_quiet(5)
+    assert (store.present(keys) == ~on_bad).all()
+    assert store.stats()["missing_members"] == 1
+    store.load(keys[~on_bad], np.arange(8)).wait(5)
+    for _ in range(5):  # more than the other member holds
+        more = some_keys(rng, 8)
+        assert store.put(more, np.arange(8)).wait(5).stored == 8
+        assert not (members_of(store, more) == BAD).any()
+    check_books(store)
+    assert caplog.text.count("member1: its drive is gone; 8 objects are misses") == 1
+    kept = store.catalogue.keys()
+    images = left_by(store, clean=True)
+    config = StoreConfig(degraded=True)
+    with ObjectStore(controller_of(images[:BAD]), ["member0"], config=config) as again:
+        assert again.present(kept).all()
+        assert again.stats()["slots"]["unproven"] == 0
+
+
+def test_a_clear_reaches_a_drive_that_comes_back(rng: np.random.Generator) -> None:
+    controller, store, keys, on_bad = filled(rng)
+    fail(controller, OPCODE_READ, STATUS_DEVICE_GONE)
+    with pytest.raises(DeviceGone):
+        store.load(keys[on_bad][:1], [20]).wait(5)
+    assert store._core.wait_quiet(5)
+    store.clear()
+    images = left_by(store, clean=True)
+    with opened(images) as again:
+        again.wait_recovered(5)
+        assert not again.present(keys).any()
+        assert again.stats()["missing_members"] == 0
+
+
+def test_what_is_under_way_gives_a_lost_member_no_slots_back(rng: np.random.Generator) -> None:
+    controller, store, keys, on_bad = filled(rng)
+    with store:
+        slots = store._core.index.find(keys[on_bad])
+        with store._core.lock:
+            store._reclaimer.discard(np.sort(slots[:4]))  # their void records are being written
+            store._reclaimer.faults.of_load(slots[4:], np.full(4, STATUS_DEVICE_GONE, np.uint32))
+        assert store._core.wait_quiet(5)
+        for _ in range(8):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(5)
+        fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ)
+        found = store.catalogue.keys()
+        for key in found[members_of(store, found) == BAD][:1]:
+            fails_to_load(store, key)
+        found = store.catalogue.keys()
+        assert not (members_of(store, found) == BAD).any()
+        check_books(store)
+
+
+def test_a_member_that_cannot_be_read_is_given_up(rng: np.random.Generator) -> None:
+    """As of a file system that has failed: otherwise each of its objects fails a load."""
+    controller, store, keys, on_bad = filled(rng)
+    with store:
+        fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ)
+        for row, key in enumerate(keys[on_bad][:3]):
+            assert store.stats()["missing_members"] == 0, row
+            fails_to_load(store, key)
+        assert store.stats()["missing_members"] == 1
+        assert (store.present(keys) == ~on_bad).all()
+        store.load(keys[~on_bad], np.arange(8)).wait(5)
+
+
+def test_bad_places_of_a_member_cost_their_objects_alone(rng: np.random.Generator) -> None:
+    controller, store, keys, on_bad = filled(rng)
+    with store:
+        bad, good = keys[on_bad][:5], keys[on_bad][5:]
+        for key in bad:
+            fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ, 1)
+            fails_to_load(store, key)
+            store.load(good, np.arange(3)).wait(5)
+        assert store._core.wait_quiet(5)
+        assert store.stats()["missing_members"] == 0
+        assert np.count_nonzero(store.present(keys)) == 11
+
+
+def test_loads_of_the_same_objects_fail_together(rng: np.random.Generator) -> None:
+    """One bad place is not taken for several."""
+    _, store, keys, on_bad = filled(rng)
+    with store:
+        slots = store._core.index.find(keys[on_bad][:1])
+        for _ in range(5):
+            with store._core.lock:
+                status = np.full(1, STATUS_UNRECOVERED_READ, np.uint32)
+                store._loader._judge(slots, None, status)
+        assert store.stats()["missing_members"] == 0
+
+
+def test_the_only_member_is_not_given_up(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        keys = put_some(store, rng, 8, pages=32)
+        fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ, member=0)
+        for key in keys[:5]:
+            fails_to_load(store, key)
+        fail(controller, OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED, member=0)
+        with pytest.raises(TuttiError):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(5)
+        controller.set_faults(None)
+        assert store.put(some_keys(rng, 4), np.arange(4)).wait(5).stored == 4
+        assert np.count_nonzero(store.present(keys)) == 3
+
+
+@pytest.mark.parametrize(
+    "status", [STATUS_CAPACITY_EXCEEDED, STATUS_NAMESPACE_WRITE_PROTECTED, STATUS_WRITE_FAULT]
+)
+def test_puts_leave_a_member_alone_that_cannot_be_written(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """What it holds is found, and not evicted for room that no put could use; later it is tried
+    again.
+    """
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("tutti.transfers.member_faults.time", clock)
+    controller, store, keys, on_bad = filled(rng)
+    with store:
+        fail(controller, OPCODE_WRITE, status)
+        with pytest.raises(TuttiError):
+            store.put(some_keys(rng, 16), np.arange(16)).wait(5)
+        assert store._core.wait_quiet(5)
+        for _ in range(5):  # more than the other member holds
+            more = some_keys(rng, 8)
+            assert store.put(more, np.arange(8)).wait(5).stored == 8
+            assert not (members_of(store, more) == BAD).any()
+        assert store.present(keys[on_bad]).all()
+        store.load(keys[on_bad], np.arange(8)).wait(5)
+        assert store.stats()["missing_members"] == 0
+        check_books(store)
+        controller.set_faults(None)
+        now_s += 61.0
+        more = some_keys(rng, 16)
+        assert store.put(more, np.arange(16)).wait(5).stored == 16
+        assert (members_of(store, more) == BAD).any()
+        check_books(store)

@@ -1,0 +1,131 @@
+"""Members that fail while a pool is open: it goes on with the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+import numpy as np
+
+from tutti.base.arrays import U32, Slots
+from tutti.gio_uring.nvme_spec import (
+    STATUS_CAPACITY_EXCEEDED,
+    STATUS_DEVICE_GONE,
+    STATUS_NAMESPACE_WRITE_PROTECTED,
+    STATUS_UNRECOVERED_READ,
+    STATUS_WRITE_FAULT,
+    STATUS_WRITE_TO_READ_ONLY_RANGE,
+)
+from tutti.gio_uring.status import status_name
+from tutti.placement.index import SlotState
+from tutti.transfers.core import Core
+
+_log = logging.getLogger(__name__)
+
+_UNREAD_MAX = 3
+_PAUSE_S = 60.0
+_NOT_WRITABLE = (
+    STATUS_CAPACITY_EXCEEDED,
+    STATUS_NAMESPACE_WRITE_PROTECTED,
+    STATUS_WRITE_FAULT,
+    STATUS_WRITE_TO_READ_ONLY_RANGE,
+)
+_NO_SLOTS: Slots = np.zeros(0, np.int64)
+
+
+class MemberFaults:
+    """Leaves failing members of one pool out.  Thread-safe.
+
+    A member whose drive is gone is lost: its objects are misses, and no put is given a slot there,
+    until the next open.  The same goes for a member of which _UNREAD_MAX loads in a row could read
+    nothing, if others are left.  A member that could not be written is paused: puts use others for
+    _PAUSE_S, if there are any.
+    unread: by member, how many loads in a row could read nothing of it.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._size = core.geometry.slots
+        self.unread: Counter[int] = Counter()
+        self._paused: dict[int, tuple[float, Slots]] = {}  # by member: until when, its free slots
+
+    def of_load(self, slots: Slots, status: U32) -> None:
+        """Judges members by the end of a load, before it changes the state of slots.
+
+        status: of each of the slots.
+        """
+        with self._core.lock:
+            state, members = self._core.index.state[slots], slots // self._size
+            held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
+            for member in np.unique(members).tolist():
+                mine = members == member
+                ends = status[mine]
+                if self._is_gone(member, ends):
+                    self._lose(member, "its drive is gone")
+                elif not ends.all():
+                    self.unread.pop(member, None)
+                elif (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
+                    self.unread[member] += 1  # once, where loads of the same objects fail together
+                    if self.unread[member] >= _UNREAD_MAX and len(self._core.members.present) > 1:
+                        self._lose(member, "nothing of it can be read")
+
+    def of_put(self, slots: Slots, status: U32) -> None:
+        """Judges members by the end of a put, whose failed slots were given up.
+
+        status: of each of the slots.
+        """
+        with self._core.lock:
+            members = slots // self._size
+            for member in np.unique(members[status != 0]).tolist():
+                ends = status[members == member]
+                if self._is_gone(member, ends):
+                    self._lose(member, "its drive is gone")
+                elif np.isin(ends, _NOT_WRITABLE).all():
+                    self._pause(member, status_name(int(ends[0])))
+
+    def paused(self) -> list[int]:
+        """The members that are paused.  Ends the pauses that are over."""
+        with self._core.lock:
+            for member, (until_s, _) in list(self._paused.items()):
+                if time.monotonic() >= until_s:
+                    self._resume(member)
+            return list(self._paused)
+
+    def _is_gone(self, member: int, ends: U32) -> bool:
+        """Also for a lost member that has been given slots back by what was under way."""
+        return member in self._core.members.lost or bool((ends == STATUS_DEVICE_GONE).any())
+
+    def _slots(self, member: int) -> Slots:
+        return np.arange(member * self._size, (member + 1) * self._size, dtype=np.int64)
+
+    def _lose(self, member: int, why: str) -> None:
+        core, every = self._core, self._slots(member)
+        self.unread.pop(member, None)
+        self._resume(member)
+        free, held = core.allocator.is_free(every), core.index.resident()[every]
+        core.allocator.take(every[free])
+        core.index.set_state(every[free], SlotState.QUARANTINED)
+        core.remove(every[held], SlotState.QUARANTINED)
+        if member not in core.members.lost:
+            core.members.lost.add(member)
+            name, lost = core.members.name(member), np.count_nonzero(held)
+            _log.error("%s: %s; %d objects are misses until the next open", name, why, lost)
+
+    def _pause(self, member: int, why: str) -> None:
+        core, every = self._core, self._slots(member)
+        if not set(core.members.present) - {member, *self._paused}:
+            return
+        free = every[core.allocator.is_free(every)]
+        core.allocator.take(free)
+        before = self._paused.get(member)
+        if before is None:
+            name = core.members.name(member)
+            _log.warning("%s: %s; puts leave it alone for %g s", name, why, _PAUSE_S)
+        else:
+            free = np.concatenate((before[1], free))
+        self._paused[member] = time.monotonic() + _PAUSE_S, free
+
+    def _resume(self, member: int) -> None:
+        _, free = self._paused.pop(member, (0.0, _NO_SLOTS))
+        self._core.allocator.free(free)
