@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from store.pools import (
 )
 from tutti.errors import DeviceGone, MediumError, TuttiError
 from tutti.gio_uring.nvme_spec import (
+    OPCODE_FLUSH,
     OPCODE_READ,
     OPCODE_WRITE,
     STATUS_CAPACITY_EXCEEDED,
@@ -222,3 +224,16 @@ def test_puts_leave_a_member_alone_that_cannot_be_written(
         assert store.put(more, np.arange(16)).wait(5).stored == 16
         assert (members_of(store, more) == BAD).any()
         check_books(store)
+
+
+def test_a_flush_that_fails_costs_the_objects_of_its_member(rng: np.random.Generator) -> None:
+    controller, store, _, _ = filled(rng, durability="flush")
+    with store:
+        controller.fault_range(BAD + 1, 0, 1, OPCODE_FLUSH, STATUS_WRITE_FAULT, ALWAYS)
+        keys = some_keys(rng, 16)
+        for first in range(0, 16, 4):  # a group each, on one member
+            with contextlib.suppress(MediumError):
+                store.put(keys[first : first + 4], np.arange(4)).wait(5)
+        assert members_of(store, keys).size >= 4
+        assert not (members_of(store, keys) == BAD).any()
+        controller.set_faults(None)

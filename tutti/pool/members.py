@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from tutti.base.arrays import Slots
 from tutti.base.process import Owned
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped, PoolCorrupt, PoolNotFound
 from tutti.gio_uring.drives.device_content import LABEL
@@ -165,8 +168,12 @@ class Members(Owned):
         return self._nsids[member]
 
     def nsids(self) -> list[int]:
-        """The namespaces of all open members."""
+        """The namespaces of the members that are present."""
         return [self.nsid(member) for member in self.present]
+
+    def nsids_of(self, slots: Slots) -> list[int]:
+        """The namespaces on which slots (n,) lie, each once."""
+        return [self.nsid(m) for m in np.unique(slots // self.geometry.slots).tolist()]
 
     def mark_open(self, next_sequence: int) -> None:
         """Marks the pool as in use, before anything else is written."""

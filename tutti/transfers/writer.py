@@ -407,10 +407,9 @@ class Writer:
             self._flush()
 
         core = self._core
+        nsids = core.members.nsids_of(np.concatenate([one.slots for one in batches]))
         try:
-            core.engine.flush(
-                core.members.nsids(), timeout_s=core.config.timeout_s, on_released=on_released
-            )
+            core.engine.flush(nsids, timeout_s=core.config.timeout_s, on_released=on_released)
         except TuttiError as error:
             for refused in batches:
                 self._give_up(refused, error_status(error))
