@@ -37,6 +37,7 @@ from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
+TABLE_LBA = GEOMETRY.table_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
 ALWAYS = 100_000
 BAD = 1  # the member that fails
@@ -224,6 +225,28 @@ def test_puts_leave_a_member_alone_that_cannot_be_written(
         assert store.put(more, np.arange(16)).wait(5).stored == 16
         assert (members_of(store, more) == BAD).any()
         check_books(store)
+
+
+def test_eviction_notices_a_member_that_cannot_be_written(rng: np.random.Generator) -> None:
+    """A full one is given no puts that could fail; yet its objects would go for nothing."""
+    controller, store, _, _ = filled(rng)
+    with store:
+        for _ in range(5):
+            store.put(some_keys(rng, 8), np.arange(8)).wait(5)
+        fault = (OPCODE_WRITE, STATUS_NAMESPACE_WRITE_PROTECTED, ALWAYS)
+        controller.fault_range(BAD + 1, TABLE_LBA, GEOMETRY.slots, *fault)
+        with store._core.lock:
+            store._reclaimer.top_up(24)
+        assert store._core.wait_quiet(5)
+        assert store._reclaimer.faults.paused() == [BAD]
+        keys = store.catalogue.keys()
+        left = keys[members_of(store, keys) == BAD]
+        assert left.size
+        for _ in range(8):
+            assert store.put(some_keys(rng, 8), np.arange(8)).wait(5).stored == 8
+        assert store.present(left).all()
+        check_books(store)
+        controller.set_faults(None)
 
 
 def test_a_flush_that_fails_costs_the_objects_of_its_member(rng: np.random.Generator) -> None:

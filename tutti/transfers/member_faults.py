@@ -70,8 +70,8 @@ class MemberFaults:
                     if self.unread[member] >= _UNREAD_MAX and len(self._core.members.present) > 1:
                         self._lose(member, "nothing of it can be read")
 
-    def of_put(self, slots: Slots, status: U32) -> None:
-        """Judges members by the end of a put, whose failed slots were given up.
+    def of_write(self, slots: Slots, status: U32) -> None:
+        """Judges members by the end of writes of data or records, after failed slots were given up.
 
         status: of each of the slots.
         """

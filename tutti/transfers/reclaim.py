@@ -160,7 +160,8 @@ class Reclaimer:
         """Ends a write of records: frees voided slots, tries failed records up to _TRIES times."""
         core = self._core
         with core.lock:
-            failed = self._table.statuses(job, slots) != 0
+            status = self._table.statuses(job, slots)
+            failed = status != 0
             self._table.release(block)
             self._active -= 1
             if outcome == SlotState.VOIDED:
@@ -173,6 +174,7 @@ class Reclaimer:
                     self._enqueue(slots[failed], outcome, tries + 1)
                 else:
                     self._lose(slots[failed], outcome)
+                self.faults.of_write(slots, status)
             self._issue()
             core.end()
 

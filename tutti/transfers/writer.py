@@ -354,7 +354,7 @@ class Writer:
         if np.count_nonzero(status):
             good = status == 0
             self._drop(batch.at(~good), status[~good], status[~good] == STATUS_WRITE_FAULT)
-            self._reclaimer.faults.of_put(batch.slots, status)
+            self._reclaimer.faults.of_write(batch.slots, status)
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
@@ -456,7 +456,7 @@ class Writer:
                 bad = batch.at(~good)
                 self._fail(bad, status[~good])
                 self._reclaimer.discard(bad.slots)
-                self._reclaimer.faults.of_put(batch.slots, status)
+                self._reclaimer.faults.of_write(batch.slots, status)
                 batch = batch.at(good)
             core.index.set_state(batch.slots, SlotState.READY)
             if batch.digests is not None:
