@@ -20,7 +20,7 @@ from store.pools import (
     put_some,
     some_keys,
 )
-from tutti.errors import DeviceGone, MediumError, TuttiError
+from tutti.errors import DeviceGone, MediumError, PoolReadOnly, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_FLUSH,
     OPCODE_READ,
@@ -220,7 +220,7 @@ def test_puts_leave_a_member_alone_that_cannot_be_written(
         assert store.stats()["missing_members"] == 0
         check_books(store)
         controller.set_faults(None)
-        now_s += 61.0
+        now_s += 31.0
         more = some_keys(rng, 16)
         assert store.put(more, np.arange(16)).wait(5).stored == 16
         assert (members_of(store, more) == BAD).any()
@@ -247,6 +247,29 @@ def test_eviction_notices_a_member_that_cannot_be_written(rng: np.random.Generat
         assert store.present(left).all()
         check_books(store)
         controller.set_faults(None)
+
+
+def test_a_pool_that_became_read_only_keeps_its_objects(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is evicted for puts that cannot be written."""
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("tutti.transfers.member_faults.time", clock)
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        keys = put_some(store, rng, 16, pages=32)
+        fail(controller, OPCODE_WRITE, STATUS_NAMESPACE_WRITE_PROTECTED, member=0)
+        with pytest.raises(PoolReadOnly):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(5)
+        assert store._core.wait_quiet(5)
+        for _ in range(8):
+            assert store.put(some_keys(rng, 8), np.arange(8)).wait(5).dropped == 8
+        assert store.present(keys).all()
+        check_books(store)
+        controller.set_faults(None)
+        now_s += 31.0
+        assert store.put(some_keys(rng, 8), np.arange(8)).wait(5).stored == 8
 
 
 def test_a_flush_that_fails_costs_the_objects_of_its_member(rng: np.random.Generator) -> None:

@@ -24,13 +24,9 @@ from tutti.transfers.core import Core
 _log = logging.getLogger(__name__)
 
 _UNREAD_MAX = 3
-_PAUSE_S = 60.0
-_NOT_WRITABLE = (
-    STATUS_CAPACITY_EXCEEDED,
-    STATUS_NAMESPACE_WRITE_PROTECTED,
-    STATUS_WRITE_FAULT,
-    STATUS_WRITE_TO_READ_ONLY_RANGE,
-)
+_PAUSE_S = 30.0
+_READ_ONLY = (STATUS_NAMESPACE_WRITE_PROTECTED, STATUS_WRITE_TO_READ_ONLY_RANGE)
+_NOT_WRITABLE = (STATUS_CAPACITY_EXCEEDED, STATUS_WRITE_FAULT, *_READ_ONLY)
 _NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
@@ -39,8 +35,8 @@ class MemberFaults:
 
     A member whose drive is gone is lost: its objects are misses, and no put is given a slot there,
     until the next open.  The same goes for a member of which _UNREAD_MAX loads in a row could read
-    nothing, if others are left.  A member that could not be written is paused: puts use others for
-    _PAUSE_S, if there are any.
+    nothing, if others are left.  A member that could not be written is paused, if it is read-only
+    or puts can use another one: it gets no puts for _PAUSE_S, and nothing on it is evicted.
     unread: by member, how many loads in a row could read nothing of it.
     """
 
@@ -49,6 +45,7 @@ class MemberFaults:
         self._size = core.geometry.slots
         self.unread: Counter[int] = Counter()
         self._paused: dict[int, tuple[float, Slots]] = {}  # by member: until when, its free slots
+        self._warned: set[tuple[int, int]] = set()  # member and status
 
     def of_load(self, slots: Slots, status: U32) -> None:
         """Judges members by the end of a load, before it changes the state of slots.
@@ -82,7 +79,7 @@ class MemberFaults:
                 if self._is_gone(member, ends):
                     self._lose(member, "its drive is gone")
                 elif np.isin(ends, _NOT_WRITABLE).all():
-                    self._pause(member, status_name(int(ends[0])))
+                    self._pause(member, int(ends[0]))
 
     def paused(self) -> list[int]:
         """The members that are paused.  Ends the pauses that are over."""
@@ -112,19 +109,19 @@ class MemberFaults:
             name, lost = core.members.name(member), np.count_nonzero(held)
             _log.error("%s: %s; %d objects are misses until the next open", name, why, lost)
 
-    def _pause(self, member: int, why: str) -> None:
+    def _pause(self, member: int, status: int) -> None:
         core, every = self._core, self._slots(member)
-        if not set(core.members.present) - {member, *self._paused}:
+        others = set(core.members.present) - {member, *self._paused}
+        if not others and status not in _READ_ONLY:
             return
         free = every[core.allocator.is_free(every)]
         core.allocator.take(free)
-        before = self._paused.get(member)
-        if before is None:
-            name = core.members.name(member)
-            _log.warning("%s: %s; puts leave it alone for %g s", name, why, _PAUSE_S)
-        else:
-            free = np.concatenate((before[1], free))
-        self._paused[member] = time.monotonic() + _PAUSE_S, free
+        _, before = self._paused.get(member, (0.0, _NO_SLOTS))
+        self._paused[member] = time.monotonic() + _PAUSE_S, np.concatenate((before, free))
+        if (member, status) not in self._warned:
+            self._warned.add((member, status))
+            name, why = core.members.name(member), status_name(status)
+            _log.warning("%s: %s; puts try it every %g s until it works", name, why, _PAUSE_S)
 
     def _resume(self, member: int) -> None:
         _, free = self._paused.pop(member, (0.0, _NO_SLOTS))
