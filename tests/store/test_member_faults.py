@@ -107,6 +107,22 @@ def test_a_drive_that_is_gone_is_misses_and_gets_no_puts(
         assert again.stats()["slots"]["unproven"] == 0
 
 
+def test_the_only_drive_comes_back_with_its_objects(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    store = opened([], controller=controller)
+    keys = put_some(store, rng, 8, pages=32)
+    fail(controller, OPCODE_READ, STATUS_DEVICE_GONE, member=0)
+    with pytest.raises(DeviceGone):
+        store.load(keys, 20 + np.arange(8)).wait(5)
+    assert store._core.wait_quiet(5)
+    assert not store.present(keys).any()
+    assert store.put(some_keys(rng, 4), np.arange(4)).wait(5).dropped == 4
+    assert (store.stats()["missing_members"], store.stats()["usable_objects"]) == (1, 0)
+    with opened(left_by(store, clean=True)) as again:
+        again.wait_recovered(5)
+        assert again.present(keys).all()
+
+
 def test_a_clear_reaches_a_drive_that_comes_back(rng: np.random.Generator) -> None:
     controller, store, keys, on_bad = filled(rng)
     fail(controller, OPCODE_READ, STATUS_DEVICE_GONE)

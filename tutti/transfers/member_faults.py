@@ -106,6 +106,7 @@ class MemberFaults:
         core.remove(every[held], SlotState.QUARANTINED)
         if member not in core.members.lost:
             core.members.lost.add(member)
+            core.leave_open |= member in core.members.present  # the last one: it holds its objects
             name, lost = core.members.name(member), np.count_nonzero(held)
             _log.error("%s: %s; %d objects are misses until the next open", name, why, lost)
 
