@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ agent_module._SWEEP_S = 0.05
 
 
 class RunningAgent:
-    """An agent in a thread of this process, with a folder of pools."""
+    """An agent in a thread of this process, with a folder of pools, or with the pool of paths."""
 
     def __init__(
         self,
         folder: Path,
         *,
+        paths: Sequence[str] = (),
         config: StoreConfig | None = None,
         remote: RemoteConfig | None = None,
         **agent: object,
@@ -42,7 +43,8 @@ class RunningAgent:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = str(folder / "s")
-        self.pools = AgentPools(folder=str(folder), capacity=1 << 30, config=config, remote=remote)
+        pools = None if paths else str(folder)
+        self.pools = AgentPools(paths, folder=pools, capacity=1 << 30, config=config, remote=remote)
         self.agent = Agent(AgentConfig(self.path, **agent), self.pools)  # type: ignore[arg-type]
         started = threading.Event()
         self._thread = threading.Thread(target=self.agent.serve, args=(started.set,), daemon=True)

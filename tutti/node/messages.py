@@ -125,8 +125,8 @@ class Welcome(Message, tag="welcome"):
     """A session is open.  Descriptors of the members' files come with this answer (SCM_RIGHTS).
 
     geometry: layers, segments, lba_nbytes, group_slots, groups.  nsids: per member of the pool,
-    the 1-based number of its file, or 0 if the member is missing.  batch_pages: most keys of one
-    PlanPut or PlanLoad.
+    the 1-based number of its file, or 0 if the member is missing or lost.  batch_pages: most keys
+    of one PlanPut or PlanLoad.
     """
 
     version: int

@@ -146,6 +146,9 @@ class ClientSession:
         self.jobs = JobTable()
         self.has_left = False
         self._core = service.core
+        #: Numbers of the files that it gets: one of a lost member may not be opened again.
+        self._numbers = self._core.members.nsids()
+        self._fds = [service._fds[number - 1] for number in self._numbers]
         self._loader, self._writer = service.store._loader, service.store._writer
         self._put_layers = self._core.layers if self._core.config.verify != "off" else 0
         self._tier = service.tier
@@ -157,7 +160,7 @@ class ClientSession:
     def share_files(self) -> list[int]:
         """New descriptors of the members, for the client; the caller closes them once sent."""
         try:
-            return shared_file.reopen(self.service._fds, self._place)
+            return shared_file.reopen(self._fds, self._place)
         except Unsupported as error:
             if is_out_of_files(error.__cause__):
                 raise out_of_files() from error
@@ -165,14 +168,15 @@ class ClientSession:
 
     def welcome(self) -> Welcome:
         """The answer that opens the session."""
-        core, geometry = self._core, self._core.geometry
+        core, geometry, given = self._core, self._core.geometry, self._numbers
+        nsids = [core.members.nsid(member) for member in range(core.members.count)]
         return Welcome(
             VERSION,
             self.id,
             self.service.store.layout.to_json(),
             list(astuple(geometry)),
-            self.service.files,
-            [core.members.nsid(member) for member in range(core.members.count)],
+            [self.service.files[number - 1] for number in given],
+            [given.index(nsid) + 1 if nsid in given else 0 for nsid in nsids],
             core.config.verify,
             core.config.durability,
             core.config.timeout_s,
@@ -328,7 +332,7 @@ class ClientSession:
 
     def is_using_files(self) -> bool:
         """Whether transfers of the client may still be under way."""
-        return shared_file.is_open_elsewhere(self.service._fds, self._place)
+        return shared_file.is_open_elsewhere(self._fds, self._place)
 
     def end(self) -> None:
         """Ends the session once no request and no transfer of the client is under way: its jobs
