@@ -74,7 +74,7 @@ class MemberFaults:
         """
         with self._core.lock:
             members = slots // self._size
-            for member in np.unique(members[status != 0]).tolist():
+            for member in np.unique(members).tolist():
                 ends = status[members == member]
                 if self._is_gone(member, ends):
                     self._lose(member, "its drive is gone")

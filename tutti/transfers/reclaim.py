@@ -174,6 +174,7 @@ class Reclaimer:
                     self._enqueue(slots[failed], outcome, tries + 1)
                 else:
                     self._lose(slots[failed], outcome)
+            if failed.any() or core.members.lost:  # a lost one keeps no slot that is free now
                 self.faults.of_write(slots, status)
             self._issue()
             core.end()
