@@ -354,7 +354,7 @@ class ObjectStore(Owned, Store):
         # A pool with unproven objects is not marked clean, so that they stay unproven.
         if quiet and core.ready and core.failure is None:
             self._io.flush(self.members.nsids())
-            self.controller.check_places()
+            self.controller.check_places(self.members.nsids())
             if not core.unproven and not core.leave_open:
                 snapshots = write_snapshots(core)
                 self._io.flush(self.members.nsids())

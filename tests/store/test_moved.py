@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from crash.objects import load_present, make_files, put_objects
 
 import tutti.store
 from store.pools import GEOMETRY
 from tutti.errors import MediumError, PoolCorrupt, PoolMoved, PoolNotFound, TuttiError
+from tutti.gio_uring.controller_file import FileController
 
 KEYS = [bytes([i]) * 16 for i in range(1, 9)]
 
@@ -116,7 +119,7 @@ def test_a_file_system_that_does_not_answer_for_a_moment(
 ) -> None:
     """As a soft NFS mount: puts fail while the place of the file is unknown; later ones go on."""
 
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise MediumError("fstat: Input/output error")
 
     with tutti.store.open(path, durability="flush") as store:
@@ -138,6 +141,29 @@ def test_one_of_several_members(tmp_path: Path) -> None:
         put_objects(store, KEYS)
     with pytest.raises(PoolMoved, match="member1 was removed"):
         store.close()
+
+
+def test_a_file_system_that_does_not_answer_costs_its_member_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As XFS after a shutdown: also fstat fails.  Each flush that finds it says the same."""
+    paths = [tmp_path / f"member{i}" for i in range(2)]
+    make_files([str(path) for path in paths], GEOMETRY)
+
+    def fail() -> None:
+        raise MediumError("fstat: Input/output error")
+
+    with tutti.store.open(paths, durability="flush") as store:
+        assert isinstance(store.controller, FileController)
+        with monkeypatch.context() as patched:
+            patched.setattr(store.controller.members[1], "check_place", fail)
+            for first in range(0, 16, 4):  # a group each, in turns on the members
+                with contextlib.suppress(MediumError):
+                    put_objects(store, [bytes([first + i]) * 16 for i in range(1, 5)])
+            slots = np.flatnonzero(store._core.index.resident())
+        assert slots.size >= 4
+        assert (slots < GEOMETRY.slots).all()
+    assert caplog.text.count("fstat: Input/output error") == 1
 
 
 def test_a_relative_path_after_a_change_of_folder(

@@ -153,8 +153,8 @@ class NativeController(Owned):
         """The path of commands to these blocks (n,): "direct", "page cache" or "both"."""
         return "direct"
 
-    def check_places(self) -> None:
-        """Raises PoolMoved if the name of an open file leads to another file now."""
+    def check_places(self, nsids: Iterable[int]) -> None:
+        """Raises PoolMoved if the name of one of these files leads to another file now."""
 
     def register(self, buffer: Any) -> DmaRegion:
         """Registers a buffer, so that commands can name its memory; its DMA address is its address.

@@ -16,7 +16,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,9 +200,9 @@ class FileController(NativeController):
         self._closing = threading.Lock()
         self.executor_name, self.fallback_reason = self._read_executor()
 
-    def check_places(self) -> None:
-        for member in self.members:
-            member.check_place()
+    def check_places(self, nsids: Iterable[int]) -> None:
+        for nsid in nsids:
+            self.members[nsid - 1].check_place()
 
     def _take_members(
         self,

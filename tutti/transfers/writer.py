@@ -388,15 +388,13 @@ class Writer:
             return
 
         def on_released(job: Job) -> None:
-            status = int(job.report().status) or self._moved()
+            status = int(job.report().status) or self._moved(nsids)
             if status:
-                # All that was written before it ended may be lost, and the next flush may succeed:
-                # the kernel reports an error of a file only once (fsync(2)).
+                # All that was written before may be lost: an error is reported once (fsync(2)).
                 with self._core.lock:
-                    self._flushes_failed += 1
-                    self._flush_status = status
                     batches.extend(self._unflushed)
-                    self._unflushed = []
+                    self._unflushed, self._flush_status = [], status
+                    self._flushes_failed += 1
             for flushed in batches:
                 if status:
                     self._give_up(flushed, status)
@@ -417,13 +415,15 @@ class Writer:
                 self._flushing = False
             self._flush()  # other threads may have brought more meanwhile
 
-    def _moved(self) -> int:
+    def _moved(self, nsids: Sequence[int]) -> int:
         """A status where the files are not what was opened, or that cannot be found out, else 0."""
         try:
-            self._core.engine.controller.check_places()
+            self._core.engine.controller.check_places(nsids)
         except (PoolMoved, MediumError) as error:
-            _log.error("%s", error)
-            return STATUS_MEMBER_MOVED if isinstance(error, PoolMoved) else error_status(error)
+            status = STATUS_MEMBER_MOVED if isinstance(error, PoolMoved) else error_status(error)
+            if status != self._flush_status:  # else it was logged
+                _log.error("%s", error)
+            return status
         return 0
 
     def _write_records(self, batch: _Batch) -> None:
