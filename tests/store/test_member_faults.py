@@ -152,20 +152,32 @@ def test_what_is_under_way_gives_a_lost_member_no_slots_back(rng: np.random.Gene
         check_books(store)
 
 
-def test_a_member_that_cannot_be_read_is_given_up(rng: np.random.Generator) -> None:
-    """As of a file system that has failed: otherwise each of its objects fails a load."""
+def test_a_member_that_cannot_be_read_is_given_up(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a file system that has failed: otherwise each of its objects fails a load.  Many loads
+    that fail at once may have met a moment that passes.
+    """
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("tutti.transfers.member_faults.time", clock)
     controller, store, keys, on_bad = filled(rng)
     with store:
         fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ)
-        for row, key in enumerate(keys[on_bad][:3]):
-            assert store.stats()["missing_members"] == 0, row
+        for key in keys[on_bad][:4]:
             fails_to_load(store, key)
+        assert store.stats()["missing_members"] == 0
+        now_s += 5.0
+        fails_to_load(store, keys[on_bad][4])
         assert store.stats()["missing_members"] == 1
         assert (store.present(keys) == ~on_bad).all()
         store.load(keys[~on_bad], np.arange(8)).wait(5)
 
 
-def test_bad_places_of_a_member_cost_their_objects_alone(rng: np.random.Generator) -> None:
+def test_bad_places_of_a_member_cost_their_objects_alone(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.transfers.member_faults._UNREAD_S", 0.0)
     controller, store, keys, on_bad = filled(rng)
     with store:
         bad, good = keys[on_bad][:5], keys[on_bad][5:]
@@ -178,8 +190,11 @@ def test_bad_places_of_a_member_cost_their_objects_alone(rng: np.random.Generato
         assert np.count_nonzero(store.present(keys)) == 11
 
 
-def test_loads_of_the_same_objects_fail_together(rng: np.random.Generator) -> None:
+def test_loads_of_the_same_objects_fail_together(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One bad place is not taken for several."""
+    monkeypatch.setattr("tutti.transfers.member_faults._UNREAD_S", 0.0)
     _, store, keys, on_bad = filled(rng)
     with store:
         slots = store._core.index.find(keys[on_bad][:1])
@@ -190,7 +205,10 @@ def test_loads_of_the_same_objects_fail_together(rng: np.random.Generator) -> No
         assert store.stats()["missing_members"] == 0
 
 
-def test_the_only_member_is_not_given_up(rng: np.random.Generator) -> None:
+def test_the_only_member_is_not_given_up(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.transfers.member_faults._UNREAD_S", 0.0)
     controller = controller_of(formatted())
     with opened([], controller=controller) as store:
         keys = put_some(store, rng, 8, pages=32)

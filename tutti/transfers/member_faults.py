@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from tutti.transfers.core import Core
 
 _log = logging.getLogger(__name__)
 
-_UNREAD_MAX = 3
+_UNREAD_MAX, _UNREAD_S = 3, 5.0
 _PAUSE_S = 30.0
 _READ_ONLY = (STATUS_NAMESPACE_WRITE_PROTECTED, STATUS_WRITE_TO_READ_ONLY_RANGE)
 _NOT_WRITABLE = (STATUS_CAPACITY_EXCEEDED, STATUS_WRITE_FAULT, *_READ_ONLY)
@@ -34,16 +33,17 @@ class MemberFaults:
     """Leaves failing members of one pool out.  Thread-safe.
 
     A member whose drive is gone is lost: its objects are misses, and no put is given a slot there,
-    until the next open.  The same goes for a member of which _UNREAD_MAX loads in a row could read
-    nothing, if others are left.  A member that could not be written is paused, if it is read-only
-    or puts can use another one: it gets no puts for _PAUSE_S, and nothing on it is evicted.
-    unread: by member, how many loads in a row could read nothing of it.
+    until the next open.  The same goes, if others are left, for a member of which _UNREAD_MAX loads
+    in a row could read nothing, not just for a moment.  A member that could not be written is
+    paused, if it is read-only or puts can use another one: it gets no puts for _PAUSE_S, and
+    nothing on it is evicted.
+    unread: by member, when loads in a row could read nothing of it.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._size = core.geometry.slots
-        self.unread: Counter[int] = Counter()
+        self.unread: dict[int, list[float]] = {}
         self._paused: dict[int, tuple[float, Slots]] = {}  # by member: until when, its free slots
         self._warned: set[tuple[int, int]] = set()  # member and status
 
@@ -55,6 +55,7 @@ class MemberFaults:
         with self._core.lock:
             state, members = self._core.index.state[slots], slots // self._size
             held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
+            has_others = len(self._core.members.present) > 1
             for member in np.unique(members).tolist():
                 mine = members == member
                 ends = status[mine]
@@ -62,9 +63,11 @@ class MemberFaults:
                     self._lose(member, "its drive is gone")
                 elif not ends.all():
                     self.unread.pop(member, None)
-                elif (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
-                    self.unread[member] += 1  # once, where loads of the same objects fail together
-                    if self.unread[member] >= _UNREAD_MAX and len(self._core.members.present) > 1:
+                elif has_others and (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
+                    # Once, where loads of the same objects fail together.
+                    times = self.unread.setdefault(member, [])
+                    times.append(time.monotonic())
+                    if len(times) >= _UNREAD_MAX and times[-1] - times[0] >= _UNREAD_S:
                         self._lose(member, "nothing of it can be read")
 
     def of_write(self, slots: Slots, status: U32) -> None:
