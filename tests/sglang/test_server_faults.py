@@ -43,6 +43,33 @@ def test_a_conversation_then_every_kind_of_fault(
             assert "Traceback" not in server.text()
 
 
+@both_modes
+def test_one_of_two_disks_fails(mode: Mode, tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    """As when a drive leaves below its file system: the other disk soon serves everything."""
+    with FaultyDisk(tmp_path / "files", tmp_path / "disk") as disk:
+        if disk.refusal:
+            pytest.skip(disk.refusal)
+        more = IMPATIENT[mode.name]
+        pools = [str(disk.mountpoint / "pools"), str(tmp_path / "sound")]
+        arguments = mode.arguments(pools, "page_first", "timeout", capacity="96MiB", **more)
+        overlap = mode.name == "linker"
+        log = tmp_path / "log"
+        with Server(tiny_model, log, arguments, page_size=16, overlap=overlap) as server:
+            asked, fresh = prompts(seed, ASKED), prompts(seed + 1, ASKED)
+            computed = [server.ask(prompt) for prompt in asked]
+            mode.served(computed, again(server, asked), 592)
+            server.settle()
+            server.flush()
+            disk.set(Faults(seed, read_error=1.0, write_error=1.0))
+            for prompt, want in zip(asked, computed, strict=True):
+                right_or_503(server, prompt, want)
+            computed += [server.ask(prompt) for prompt in fresh]
+            mode.recovers(server, [*asked, *fresh], computed, 592)
+            made = disk.set(Faults())
+            assert made["read_error"] and made["write_error"], "the disk was not used"
+            assert "Traceback" not in server.text()
+
+
 def _faults(seed: int) -> list[Faults]:
     return [
         Faults(seed, read_error=0.3, write_error=0.3, delay_s=0.005),
