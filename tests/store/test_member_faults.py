@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from store.pools import (
     put_some,
     some_keys,
 )
+from tutti.base.arrays import Mask
 from tutti.errors import DeviceGone, MediumError, PoolReadOnly, TuttiError
 from tutti.gio_uring.nvme_spec import (
     OPCODE_FLUSH,
@@ -44,8 +46,8 @@ BAD = 1  # the member that fails
 
 
 def filled(
-    rng: np.random.Generator, **config: object
-) -> tuple[MemoryController, ObjectStore, Bytes, Bytes]:
+    rng: np.random.Generator, **config: Any
+) -> tuple[MemoryController, ObjectStore, Bytes, Mask]:
     """A pool of two members, the keys of 16 objects, and which of them the bad member holds."""
     controller = controller_of(formatted(members=2))
     store = opened([], controller=controller, **config)
