@@ -18,13 +18,7 @@ from tutti.commands import members
 from tutti.errors import ConfigError, MemberMissing, MemberSwapped
 from tutti.integration.sglang import rank_members
 from tutti.integration.sglang.identity import ParallelRank, layout_of, open_store
-from tutti.integration.sglang.options import (
-    HICACHE,
-    LINKER,
-    LINKER_OPTIONS,
-    Option,
-    parse_options,
-)
+from tutti.integration.sglang.options import HICACHE, LINKER, parse_options
 from tutti.integration.sglang.rank_members import share
 from tutti.pool.places import Place, PlaceKind
 from tutti.store import ObjectStore
@@ -37,10 +31,9 @@ def opened(
     paths: Sequence[str],
     rank: ParallelRank | None = None,
     mode: str = HICACHE,
-    own: Sequence[Option] = (),
     **options: object,
 ) -> ObjectStore:
-    parsed = parse_options({"path": list(paths), "capacity": "64MiB", **options}, mode, own)
+    parsed = parse_options({"path": list(paths), "capacity": "64MiB", **options}, mode)
     rank = rank or ParallelRank()
     layout = layout_of(SHAPE, IDENTITY, rank)
     store, _ = open_store(layout, "kv", 64 * MiB, parsed, rank)
@@ -167,7 +160,7 @@ def test_settings_of_an_agents_pools_are_the_agents(tmp_path: Path) -> None:
         own = {"path": path, "capacity": "64MiB", "profile": "off"}
         open_store(LAYOUT, "kv", 64 * MiB, parse_options(own, HICACHE), ParallelRank())[0].close()
         with pytest.raises(ConfigError, match="pin_lookups, pin_share: the agent at"):
-            opened(path, None, LINKER, LINKER_OPTIONS, pin_share=0.25, pin_lookups=7)
+            opened(path, None, LINKER, pin_share=0.25, pin_lookups=7)
 
 
 def test_the_command_prints_the_shares(

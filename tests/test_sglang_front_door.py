@@ -29,13 +29,7 @@ from tutti.integration.sglang.identity import (
     weights_version,
 )
 from tutti.integration.sglang.metrics import Metrics
-from tutti.integration.sglang.options import (
-    HICACHE,
-    LINKER,
-    LINKER_OPTIONS,
-    option_table,
-    parse_options,
-)
+from tutti.integration.sglang.options import HICACHE, LINKER, OPTIONS, option_table, parse_options
 from tutti.integration.sglang.weights import WeightsWatch, _around_flush, _around_update
 from tutti.transfers.store_config import StoreConfig
 
@@ -119,9 +113,8 @@ def test_the_command_refuses_what_a_server_refuses(
 )
 def test_a_deadline_of_more_than_a_day_is_an_error(mode: str, name: str) -> None:
     """The store refuses such waits, so that every load would fail."""
-    own = LINKER_OPTIONS if mode == LINKER else ()
     with pytest.raises(ConfigError, match=f"'{name}' is 86401; give at most 86400 seconds"):
-        parse_options({**NEEDED, name: 86_401}, mode, own)
+        parse_options({**NEEDED, name: 86_401}, mode)
 
 
 def test_options_of_the_other_mode_are_unknown() -> None:
@@ -131,7 +124,7 @@ def test_options_of_the_other_mode_are_unknown() -> None:
 
 def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "sglang.md").read_text()
-    for option in {*option_table(HICACHE), *option_table(LINKER)}:
+    for option in OPTIONS:  # the linker's own are in docs/sglang-linker.md
         assert f"* `{option.name}` (" in text, f"docs/sglang.md lacks option {option.name}"
 
 
@@ -200,7 +193,7 @@ def test_a_pool_is_opened_with_what_the_options_say(tmp_path: Path) -> None:
     of_linker = {"pin_lookups": 5, "pin_share": 0.75}
     needed = {"path": str(tmp_path / "new"), "capacity": "16MiB"}
     hicache = parse_options({**needed, **chosen}, HICACHE)
-    linker = parse_options({**needed, **chosen, **of_linker}, LINKER, LINKER_OPTIONS)
+    linker = parse_options({**needed, **chosen, **of_linker}, LINKER)
     config = StoreConfig(**chosen)
     store, _ = open_store(layout, "a", 16 << 20, hicache, ParallelRank())
     with store:
@@ -280,7 +273,7 @@ def test_the_launch_command(capsys: pytest.CaptureFixture[str], monkeypatch: Any
     assert main([*COMMAND, "--mode", "linker"]) == 0
     words = shlex.split(capsys.readouterr().out.partition("\n")[0])
     config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
-    parse_options(config["linker_extra_config"], LINKER, LINKER_OPTIONS)
+    parse_options(config["linker_extra_config"], LINKER)
 
 
 def test_options_that_sglang_reads_have_its_types(

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,13 +30,7 @@ from tutti.bench.ttft.server_control import Control
 from tutti.bench.writable import check_writable, options
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.launch import server_arguments, server_environment
-from tutti.integration.sglang.options import (
-    HICACHE,
-    LINKER,
-    LINKER_OPTIONS,
-    Option,
-    named_options,
-)
+from tutti.integration.sglang.options import HICACHE, LINKER, named_options
 
 _GB = 10**9  # SGLang's unit of host memory
 _UP_S = 1800.0
@@ -135,21 +129,14 @@ def _tutti_hicache(options: RecipeOptions) -> Launch:
 
 
 def _tutti_linker(options: RecipeOptions) -> Launch:
-    return Launch(
-        server_arguments(
-            LINKER,
-            options.model,
-            _tutti_options(options, LINKER, LINKER_OPTIONS),
-            page_size=options.page_size,
-            own=LINKER_OPTIONS,
-        )
-    )
+    given = _tutti_options(options, LINKER)
+    return Launch(server_arguments(LINKER, options.model, given, page_size=options.page_size))
 
 
-def _tutti_options(options: RecipeOptions, mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
+def _tutti_options(options: RecipeOptions, mode: str) -> dict[str, Any]:
     path = [str(folder) for folder in (options.storage, *options.more_storage)]
     sizes = {"path": path, "capacity": str(options.capacity_nbytes)}
-    return named_options(options.tutti, mode, own) | sizes
+    return named_options(options.tutti, mode) | sizes
 
 
 def _lmcache(options: RecipeOptions) -> Launch:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from tutti.errors import ConfigError
-from tutti.integration.sglang.options import HICACHE, LINKER, Option, check_limits, parse_options
+from tutti.integration.sglang.options import HICACHE, LINKER, check_limits, parse_options
 
 #: Versions of SGLang that the adapters support.
 VERSIONS = ("0.5.23",)
@@ -26,11 +26,9 @@ _PAGE_SIZE = "SGLANG_HUGEPAGE_SIZE"
 IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct", "layer_first": "kernel"}
 
 
-def extra_config(
-    mode: str, options: Mapping[str, Any], own: Sequence[Option] = ()
-) -> dict[str, Any]:
+def extra_config(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object for SGLang's extra config.  Raises ConfigError for invalid options."""
-    parse_options(options, mode, own)
+    parse_options(options, mode)
     if mode == HICACHE:
         return {
             "backend_name": "tutti",
@@ -53,12 +51,11 @@ def server_arguments(
     *,
     page_size: int,
     layout: str = "page_first",
-    own: Sequence[Option] = (),
 ) -> list[str]:
     """Arguments of `python -m sglang.launch_server`.  Raises ConfigError for invalid options."""
     arguments = ["--model-path", model, "--page-size", str(page_size)]
     arguments += ["--enable-metrics", "--enable-cache-report"]
-    config = json.dumps(extra_config(mode, options, own))
+    config = json.dumps(extra_config(mode, options))
     check_limits(options, page_size)
     if mode == HICACHE:
         return [

@@ -38,7 +38,7 @@ from tutti.integration.sglang.direct.staging_copy import Fence
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.kv_events import DiskEvents, publishes
 from tutti.integration.sglang.metrics import LOAD
-from tutti.integration.sglang.options import LINKER, LINKER_OPTIONS, check_limits, parse_options
+from tutti.integration.sglang.options import LINKER, check_limits, parse_options
 from tutti.integration.sglang.page_keys import page_keys
 from tutti.integration.sglang.second_touch import SecondTouch
 from tutti.integration.sglang.server_log import ErrorLog
@@ -72,7 +72,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         load_page_hashes()
         adapter.check_server(server_args)
         self.forward_stream = forward_stream
-        options = parse_options(extra_config, LINKER, LINKER_OPTIONS)
+        options = parse_options(extra_config, LINKER)
         self._group = group = kv_pool_group(params, components)
         check_limits(options, group.page_size)
         self.pools = {adapter.PoolName(name): pool for name, pool in group.pools.items()}
@@ -358,7 +358,7 @@ class TuttiLinker(Owned, adapter.UnifiedCacheLinker):
         """
         options = self._options
         if config is not None:
-            options = parse_options(config, LINKER, LINKER_OPTIONS)
+            options = parse_options(config, LINKER)
             check_limits(options, self._group.page_size)
         if self._closed:
             self._open(options)

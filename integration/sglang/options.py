@@ -42,7 +42,7 @@ class Option:
     required: bool = False
 
 
-#: Options of both modes and of HiCache; the linker passes its own to `parse_options`.
+#: Options of both modes and of HiCache; LINKER_OPTIONS are the others.
 OPTIONS: tuple[Option, ...] = (
     Option(
         "path",
@@ -189,20 +189,18 @@ SGLANG_KEYS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def option_table(mode: str, own: Sequence[Option] = ()) -> tuple[Option, ...]:
-    """The options of a mode; own: the mode's additional options."""
-    return tuple(option for option in OPTIONS if mode in option.modes) + tuple(own)
+def option_table(mode: str) -> tuple[Option, ...]:
+    """The options of a mode."""
+    return tuple(option for option in (*OPTIONS, *LINKER_OPTIONS) if mode in option.modes)
 
 
-def parse_options(
-    config: Mapping[str, Any] | None, mode: str, own: Sequence[Option] = ()
-) -> dict[str, Any]:
+def parse_options(config: Mapping[str, Any] | None, mode: str) -> dict[str, Any]:
     """All options of the mode with their validated values; sizes in bytes.
 
     Raises ConfigError for options that are unknown, missing, of the wrong type, or contradictory.
     """
     config = dict(config or {})
-    table = {option.name: option for option in option_table(mode, own)}
+    table = {option.name: option for option in option_table(mode)}
     for name in config:
         if name not in table and name not in SGLANG_KEYS[mode]:
             near = get_close_matches(name, table, 1)
@@ -239,9 +237,9 @@ def parse_options(
     return values
 
 
-def named_options(given: Sequence[str], mode: str, own: Sequence[Option] = ()) -> dict[str, Any]:
+def named_options(given: Sequence[str], mode: str) -> dict[str, Any]:
     """Parses NAME=VALUE pairs by the types of the table.  Raises ConfigError."""
-    kinds = {**SGLANG_KEYS[mode], **{one.name: one.kind for one in option_table(mode, own)}}
+    kinds = {**SGLANG_KEYS[mode], **{one.name: one.kind for one in option_table(mode)}}
     options: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")

@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from tutti.integration.sglang import adapter, launch
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
 from tutti.integration.sglang.identity import ServedModel, version_at_start
-from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS
+from tutti.integration.sglang.options import HICACHE, LINKER
 
 OPTIONS = {"path": "/pools", "capacity": "1GiB"}
 
@@ -38,7 +38,7 @@ def test_sglang_takes_the_command_of_hicache(layout: str) -> None:
 
 
 def test_sglang_takes_the_command_of_the_linker() -> None:
-    arguments = launch.server_arguments(LINKER, "m", OPTIONS, page_size=64, own=LINKER_OPTIONS)
+    arguments = launch.server_arguments(LINKER, "m", OPTIONS, page_size=64)
     assert launch.refused_arguments(arguments) == ""
 
 

@@ -35,7 +35,7 @@ from tutti.integration.sglang.launch import (
     server_arguments,
     server_environment,
 )
-from tutti.integration.sglang.options import HICACHE, LINKER, LINKER_OPTIONS, named_options
+from tutti.integration.sglang.options import HICACHE, LINKER, named_options
 from tutti.integration.sglang.rank_members import Shares, share
 from tutti.machine import machine_facts
 from tutti.node.connect import connect
@@ -152,12 +152,11 @@ def run_command(args: argparse.Namespace) -> CommandResult:
             f"--layout {args.layout}: --mode {LINKER} has no host pool; leave --layout out, or "
             f"pass --mode {HICACHE}"
         )
-    own = LINKER_OPTIONS if args.mode == LINKER else ()
     path = args.path[0] if len(args.path) == 1 else args.path
     options = {"path": path, "capacity": args.capacity}
-    options.update(named_options(args.option, args.mode, own))
+    options.update(named_options(args.option, args.mode))
     arguments = server_arguments(
-        args.mode, args.model, options, page_size=args.page_size, layout=args.layout, own=own
+        args.mode, args.model, options, page_size=args.page_size, layout=args.layout
     )
     check_together(args.mode, arguments, args.more)
     passed = {word.split("=")[0] for word in args.more}
