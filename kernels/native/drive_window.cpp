@@ -101,7 +101,7 @@ void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
   const u64 pause_ns = std::max(alone_ns(kind), command_ns) - command_ns;
   const u64 pace_ns = job.consumer.pace_ns();
   u32 layers = 1;
-  if (pace_ns != 0) {
+  if (ready != 0 && pace_ns != 0) {
     const u64 busy_ns = job.consumer.busy_ns(ready, clock_ns());
     layers = layers_at_once(job.n_layers - ready, busy_ns, layer_ns, pause_ns, pace_ns);
   }

@@ -131,6 +131,7 @@ int Engine::submit(const JobConfig& config, Job** out) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exited_ || stop_) return -ESHUTDOWN;
+    taken->consumer.expect(usual_pace_ns());
     *out = job.release();  // its ownership pairs with gio_job_free, which may come at once
     begin(taken, &parts);
   }
@@ -179,7 +180,17 @@ int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
   };
   const int result = ready() ? 0 : wait(timeout_ns, wait_for_layers);
   if (result == 0) job->consumer.gets(layers, clock_ns());
+  const u64 pace_ns = job->consumer.pace_ns();
+  if (result == 0 && layers >= job->n_layers && pace_ns != 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    paces_ns_[n_consumers_++ % kConsumers] = pace_ns;
+  }
   return result;
+}
+
+// The slowest pace of the last consumers: a new one is not expected to be slower.  0 if unknown.
+u64 Engine::usual_pace_ns() const {
+  return n_consumers_ < kConsumers ? 0 : *std::max_element(paces_ns_, paces_ns_ + kConsumers);
 }
 
 int Engine::wait_released(const Job* job, u64 timeout_ns) {

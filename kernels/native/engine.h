@@ -118,12 +118,14 @@ struct Completed {
 // between.  Written by waiting threads, read by service threads.
 class Consumer {
  public:
+  // What it is expected to take per layer until that is measured.
+  void expect(u64 pace_ns) { pace_ns_ = pace_ns; }
   // The consumer waits for `layers` layers from now on.
   void asks(u32 layers, u64 now_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (layers <= asked_) return;
     if (has_ != 0) busy_ns_ += now_ns - has_ns_;
-    if (has_ != 0) pace_ns_ = busy_ns_ / (layers - first_);
+    if (has_ != 0) pace_ns_ = busy_ns_ / (layers - first_) + 1;
     asked_ = layers;
   }
   void gets(u32 layers, u64 now_ns) {
@@ -260,6 +262,7 @@ class Engine {
   void tell_layers(Job* job, u32 from, u32 to);
   void report(Job* job);
   u64 clock_ns();
+  u64 usual_pace_ns() const;
   void end(Job* job);
   void attend();
   void notify(Job* job);
@@ -268,6 +271,8 @@ class Engine {
   std::vector<std::list<Part>> split(Job* job) const;
   template <typename Ready>
   int wait(u64 timeout_ns, Ready ready);
+
+  static constexpr u32 kConsumers = 8;
 
   const u32 n_threads_;
   std::vector<Route> routes_;
@@ -281,6 +286,8 @@ class Engine {
   std::atomic<bool> stop_{false};
   u32 threads_left_;
   bool exited_ = false;
+  u64 paces_ns_[kConsumers] = {};  // of the last consumers, by number
+  u32 n_consumers_ = 0;
   std::atomic<u64> jobs_{0};
   std::atomic<u64> digest_ns_{0};
   std::atomic<u64> offloaded_{0};

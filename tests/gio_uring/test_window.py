@@ -253,6 +253,47 @@ def test_layers_arrive_when_they_are_needed(make, pace: float) -> None:  # type:
     assert (least_ns > 1.05 * bound_ns) == (pace == 1)
 
 
+def test_a_load_goes_on_as_the_consumers_of_the_last_loads_did(make) -> None:  # type: ignore[no-untyped-def]
+    """Those asked for all layers once they had the first, so the rest is one group: one pause.
+
+    It is two groups before consumers are known, and again after one that used a layer slowly.
+    """
+    pages, shared = 8, Parallelism(is_shared=True)
+    rig, deep = make(parallelism=shared), make(window_nbytes=32 * MiB, parallelism=shared)
+    for _ in range(12):  # in the 32nd, a command is alone
+        rig.load(pages)
+        deep_ns = int(deep.load(pages)[-1])
+
+    def consume(compute_ns: int = 0) -> int:
+        """Loads, waits for the first layer, computes, and waits for the rest."""
+        begin_ns = rig.controller.now_ns
+        rig.controller.limit(begin_ns)
+        job, ready = rig.submit(pages)
+        assert not job.wait_layers(1, 0)
+        layer_ns = pages * SLICE_NBYTES * 10**9 // RATE
+        limit_ns = begin_ns + layer_ns + 2 * LATENCY_NS
+        rig.controller.limit(limit_ns)
+        wait_until(lambda: rig.controller.now_ns == limit_ns)  # the next group was issued
+        assert job.wait_layers(1, 20)
+        if compute_ns:  # longer than the rest of the load
+            rig.controller.limit(FOREVER)
+            wait_until(lambda: job.done)
+            rig.controller.advance(compute_ns)
+        job.wait_layers(LAYERS, 0)
+        rig.controller.limit(FOREVER)
+        assert job.wait_layers(LAYERS, 20)
+        return int(ready[-1]) - begin_ns
+
+    at_first_ns = consume()
+    for _ in range(10):
+        consume()
+    known_ns = consume()
+    assert known_ns <= deep_ns + 1.1 * LATENCY_NS
+    assert at_first_ns >= known_ns + 0.9 * LATENCY_NS
+    consume(compute_ns=100 * LATENCY_NS)
+    assert consume() >= known_ns + 0.9 * LATENCY_NS
+
+
 def test_a_held_load_begins_as_others_do_also_if_it_is_granted_at_once(make) -> None:  # type: ignore[no-untyped-def]
     """Before the service thread has it, or after: the first layer does not wait for later ones."""
     rig = make(parallelism=Parallelism(is_shared=True))
