@@ -13,6 +13,7 @@ constexpr u64 kDefaultRate = 1'000'000'000;  // before a drive was measured
 constexpr u64 kAheadNs = 1'000'000'000;      // how much later what nothing waits for is due
 constexpr u64 kShortNbytes = 1 << 20;        // of a load whose layers are issued all at once, and
                                              // of commands that may end at about the same time
+constexpr u64 kBurstNbytes = 512 << 10;      // that are issued before something urgent is hashed
 constexpr u32 kOpenings = 31;  // loads that find the drive idle: in one, a command is alone
 
 }  // namespace
@@ -64,9 +65,11 @@ void ServiceThread::loop() {
     for (const Finished& f : to_digest_) digest_command(f.part, f.completed);
     to_digest_.clear();
     now = monotonic_ns();
+    const bool yields = hashes_urgently();
     for (const Finished& f : finished_) finish(f.part, f.completed);
     finished_.clear();
     help();
+    if (yields) std::this_thread::yield();  // the consumer may have woken up on this processor
     if (!is_attended_.exchange(true)) run_attention();  // pairs with attend
     reap(controller_->clock_ns(now));
     run_blocked(now);
@@ -183,7 +186,10 @@ Part* ServiceThread::pick() {
 bool ServiceThread::issue(u64 now, u64 clock_ns) {
   bool any = false;
   is_full_ = waits_for_group_ = is_slow_ = false;
+  u64 left_nbytes = hashes_urgently() ? kBurstNbytes : ~u64{0};
   while (finished_.size() < 2 * qp_->depth) {
+    waits_for_group_ = left_nbytes == 0;
+    if (waits_for_group_) break;
     Part* part = pick();
     if (part == nullptr) {
       interrupt(kind_);
@@ -207,9 +213,17 @@ bool ServiceThread::issue(u64 now, u64 clock_ns) {
     command.issued_ns = clock_ns;
     command.deadline_ns = now + job.config.timeout_ns;
     any = send(cid, command) || any;
+    left_nbytes -= std::min(left_nbytes, nbytes);
     if (run_index + 1 == part->n_runs) relist(part);
   }
   return any;
+}
+
+// Whether a consumer waits for digests that this thread computes, once the drive is busy.
+bool ServiceThread::hashes_urgently() const {
+  if (helps_ || finished_.empty()) return helps_;
+  const Finished& first = finished_.front();
+  return first.part->job->is_urgent(first.completed.layer);
 }
 
 // Inserts a part again, with the due time of its next layer.

@@ -121,6 +121,7 @@ class ServiceThread {
   void start_windows();
   void interrupt(u32 kind);
   bool issue(u64 now, u64 clock_ns);
+  bool hashes_urgently() const;
   Part* pick();
   bool send(u32 cid, const Command& command);
   void reap(u64 clock_ns);
@@ -171,7 +172,7 @@ class ServiceThread {
   u64 order_ = 0;
   u32 loads_due_ = 0;             // parts with layers that are waited for
   bool is_full_ = false;          // the window, when issuing ended
-  bool waits_for_group_ = false;  // likewise: it is not the window that is full
+  bool waits_for_group_ = false;  // likewise: it was not the window that was full
   bool is_slow_ = false;          // likewise: a store that begins slowly waits
   u64 next_check_ns_ = 0;
   Window windows_[2][kKinds];  // while no layer is waited for, and while one is
