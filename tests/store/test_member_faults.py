@@ -13,6 +13,7 @@ from memory_controller import MemoryController
 
 from store.pools import (
     GEOMETRY,
+    LAYOUT,
     Bytes,
     controller_of,
     formatted,
@@ -35,6 +36,7 @@ from tutti.gio_uring.nvme_spec import (
 )
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
+from tutti.transfers.put_limits import Quota
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 
@@ -295,13 +297,42 @@ def test_a_pool_that_became_read_only_keeps_its_objects(
         with pytest.raises(PoolReadOnly):
             store.put(some_keys(rng, 4), np.arange(4)).wait(5)
         assert store._core.wait_quiet(5)
+        looks, choose = [0], store._core.choose_victims
+
+        def counted(*given: Any) -> Any:
+            looks[0] += 1
+            return choose(*given)
+
+        monkeypatch.setattr(store._core, "choose_victims", counted)
         for _ in range(8):
             assert store.put(some_keys(rng, 8), np.arange(8)).wait(5).dropped == 8
+        assert looks[0] <= 2, "that takes long in a large pool"
         assert store.present(keys).all()
         check_books(store)
         controller.set_faults(None)
         now_s += 31.0
         assert store.put(some_keys(rng, 8), np.arange(8)).wait(5).stored == 8
+
+
+def test_a_namespace_keeps_what_it_has_on_a_pool_that_became_read_only(
+    rng: np.random.Generator,
+) -> None:
+    """Its quota evicts nothing for puts that cannot be written."""
+    controller = controller_of(formatted())
+    quota = Quota("small", 8 * (LAYOUT.object_nbytes + 4096))
+    with opened([], controller=controller, quotas=(quota,)) as store:
+        store.allocate_memory(16)
+        keys = some_keys(rng, 8)
+        assert store.put(keys, np.arange(8), namespace="small").wait(5).stored == 8
+        fail(controller, OPCODE_WRITE, STATUS_NAMESPACE_WRITE_PROTECTED, member=0)
+        with pytest.raises(PoolReadOnly):
+            store.put(some_keys(rng, 4), np.arange(4)).wait(5)
+        assert store._core.wait_quiet(5)
+        for _ in range(4):
+            more = some_keys(rng, 4)
+            assert store.put(more, np.arange(4), namespace="small").wait(5).dropped == 4
+        assert store.present(keys).all()
+        controller.set_faults(None)
 
 
 def test_a_flush_that_fails_costs_the_objects_of_its_member(rng: np.random.Generator) -> None:

@@ -159,16 +159,13 @@ class Core(InFlight):
         if check is not None:
             check(memory, self.geometry.slice_nlb)
 
-    def choose_victims(self, n: int, among: Mask | None = None) -> Slots:
-        """Slots to evict, at least ``n`` where the policy finds so many.  Lock held.
-
-        among: slots that may be evicted; None for all.
-        """
+    def choose_victims(self, n: int, among: Mask) -> Slots:
+        """Slots to evict, at least ``n`` of a mask if the policy finds so many.  Lock held."""
         index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
         # The policy does not see pinned objects: the rest of their group is evicted as usual.
         view = EvictionView(
-            index.resident() & ~index.pinned & (True if among is None else among),
+            index.resident() & ~index.pinned & among,
             index.busy(),
             index.access,
             index.depth,

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.base.arrays import Slots
+from tutti.base.arrays import Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
@@ -36,7 +36,7 @@ class Reclaimer:
         self._core = core
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._queue: deque[tuple[Slots, SlotState, int]] = deque()
-        self._nothing_at: tuple[int, int, int] | None = None
+        self._nothing_at: tuple[int, ...] = ()
         self._active = 0
         self._voiding = 0
         self.returning = 0  # slots that are free once their blocks are deallocated
@@ -90,18 +90,24 @@ class Reclaimer:
         available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
-        state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins)
+        state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins, *paused)
         if state == self._nothing_at and not kept.size:
             return
-        among = np.ones(core.index.slots, np.bool_) if kept.size or paused else None
-        if among is not None:
-            among[kept] = False
-            among.reshape(core.members.count, -1)[paused] = False  # no put could use their slots
-        victims = core.choose_victims(2 * self.reserve_slots + extra - available, among)
-        if victims.size:
-            self.discard(np.sort(victims))
-        elif among is None:
+        among = np.ones(core.index.slots, np.bool_)
+        among[kept] = False
+        if not self.evict(2 * self.reserve_slots + extra - available, among) and not kept.size:
             self._nothing_at = state  # looking again would find the same
+
+    def evict(self, n: int, among: Mask) -> int:
+        """Evicts at least ``n`` of a mask of slots if the policy finds so many; returns how many.
+
+        None of a member that is paused: no put could use its slots.
+        """
+        core = self._core
+        among.reshape(core.members.count, -1)[self.faults.paused()] = False
+        victims = core.choose_victims(n, among)
+        self.discard(np.sort(victims))
+        return victims.size
 
     def void(self, slots: Slots) -> None:
         """Writes void records for slots in state VOIDING; they are free once that is done."""

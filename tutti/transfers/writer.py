@@ -261,10 +261,7 @@ class Writer:
 
         def evict(wanted: int, among: Mask) -> int:
             among[together.found(core.index)] = False  # no chain evicts its own start for its end
-            victims = core.choose_victims(wanted, among)
-            if victims.size:
-                self._reclaimer.discard(np.sort(victims))
-            return victims.size
+            return self._reclaimer.evict(wanted, among)
 
         tenant, quotas = together.request.tenant, core.quotas
         if together.is_cut:
