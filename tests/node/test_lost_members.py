@@ -32,7 +32,8 @@ def test_clients_use_the_drives_that_are_left(
             assert 0 < np.count_nonzero(is_lost) < n, "the objects are on both drives"
             gone = slots[is_lost]
             status = np.full(gone.size, STATUS_DEVICE_GONE, np.uint32)
-            service.store._reclaimer.faults.of_load(gone, status)
+            with service.core.lock:
+                service.store._reclaimer.faults.of_load(gone, status)
             reopen = shared_file.reopen
 
             def refuse(fds: Sequence[int], place: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +260,34 @@ def test_puts_leave_a_member_alone_that_cannot_be_written(
         assert store.put(more, np.arange(16)).wait(5).stored == 16
         assert (members_of(store, more) == BAD).any()
         check_books(store)
+
+
+def test_puts_while_a_drive_is_found_to_be_gone_are_stored(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not get the slots of those that failed."""
+    controller, store, _, _ = filled(rng)
+    with store:
+        more, stored = some_keys(rng, 8), [0]
+
+        def put() -> None:
+            stored[0] = store.put(more, np.arange(8)).wait(5).stored
+
+        meanwhile, drop = threading.Thread(target=put), store._writer._drop
+
+        def dropped(*given: Any) -> None:
+            drop(*given)
+            if not meanwhile.ident:
+                meanwhile.start()
+                meanwhile.join(0.2)
+
+        monkeypatch.setattr(store._writer, "_drop", dropped)
+        fail(controller, OPCODE_WRITE, STATUS_DEVICE_GONE)
+        with pytest.raises(DeviceGone):
+            store.put(some_keys(rng, 8), np.arange(8)).wait(5)
+        meanwhile.join(5)
+        assert stored == [8]
+        assert not (members_of(store, more) == BAD).any()
 
 
 def test_eviction_notices_a_member_that_cannot_be_written(rng: np.random.Generator) -> None:

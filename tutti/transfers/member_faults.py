@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
-from tutti.base.arrays import U32, Slots
+from tutti.base.arrays import U32, Mask, Slots
 from tutti.gio_uring.nvme_spec import (
     STATUS_CAPACITY_EXCEEDED,
     STATUS_DEVICE_GONE,
@@ -26,11 +27,10 @@ _UNREAD_MAX, _UNREAD_S = 3, 5.0
 _PAUSE_S = 30.0
 _READ_ONLY = (STATUS_NAMESPACE_WRITE_PROTECTED, STATUS_WRITE_TO_READ_ONLY_RANGE)
 _NOT_WRITABLE = (STATUS_CAPACITY_EXCEEDED, STATUS_WRITE_FAULT, *_READ_ONLY)
-_NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
 class MemberFaults:
-    """Leaves failing members of one pool out.  Thread-safe.
+    """Leaves failing members of one pool out.  Methods are called with the core's lock held.
 
     A member whose drive is gone is lost: its objects are misses, and no put is given a slot there,
     until the next open.  The same goes, if others are left, for a member of which _UNREAD_MAX loads
@@ -52,49 +52,46 @@ class MemberFaults:
 
         status: of each of the slots.
         """
-        with self._core.lock:
-            state, members = self._core.index.state[slots], slots // self._size
-            held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
-            has_others = len(self._core.members.present) > 1
-            for member in np.unique(members).tolist():
-                mine = members == member
-                ends = status[mine]
-                if self._is_gone(member, ends):
-                    self._lose(member, "its drive is gone")
-                elif not ends.all():
-                    self.unread.pop(member, None)
-                elif has_others and (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
-                    # Once, where loads of the same objects fail together.
-                    times = self.unread.setdefault(member, [])
-                    times.append(time.monotonic())
-                    if len(times) >= _UNREAD_MAX and times[-1] - times[0] >= _UNREAD_S:
-                        self._lose(member, "nothing of it can be read")
+        state = self._core.index.state[slots]
+        has_others = len(self._core.members.present) > 1
+        held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
+        for member, mine in self._remaining(slots, status):
+            ends = status[mine]
+            if not ends.all():
+                self.unread.pop(member, None)
+            elif has_others and (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
+                # Once, where loads of the same objects fail together.
+                times = self.unread.setdefault(member, [])
+                times.append(time.monotonic())
+                if len(times) >= _UNREAD_MAX and times[-1] - times[0] >= _UNREAD_S:
+                    self._lose(member, "nothing of it can be read")
 
     def of_write(self, slots: Slots, status: U32) -> None:
         """Judges members by the end of writes of data or records, after failed slots were given up.
 
         status: of each of the slots.
         """
-        with self._core.lock:
-            members = slots // self._size
-            for member in np.unique(members).tolist():
-                ends = status[members == member]
-                if self._is_gone(member, ends):
-                    self._lose(member, "its drive is gone")
-                elif np.isin(ends, _NOT_WRITABLE).all():
-                    self._pause(member, int(ends[0]))
+        for member, mine in self._remaining(slots, status):
+            if np.isin(status[mine], _NOT_WRITABLE).all():
+                self._pause(member, int(status[mine][0]))
 
     def paused(self) -> list[int]:
         """The members that are paused.  Ends the pauses that are over."""
-        with self._core.lock:
-            for member, (until_s, _) in list(self._paused.items()):
-                if time.monotonic() >= until_s:
-                    self._resume(member)
-            return list(self._paused)
+        for member, (until_s, _) in list(self._paused.items()):
+            if time.monotonic() >= until_s:
+                self._resume(member)
+        return list(self._paused)
 
-    def _is_gone(self, member: int, ends: U32) -> bool:
-        """Also for a lost member that has been given slots back by what was under way."""
-        return member in self._core.members.lost or bool((ends == STATUS_DEVICE_GONE).any())
+    def _remaining(self, slots: Slots, status: U32) -> Iterator[tuple[int, Mask]]:
+        """The members of these slots whose drive is not gone, and a mask of their slots."""
+        members = slots // self._size
+        for member in np.unique(members).tolist():
+            mine = members == member
+            # A lost member may have been given slots back by what was under way.
+            if member in self._core.members.lost or (status[mine] == STATUS_DEVICE_GONE).any():
+                self._lose(member, "its drive is gone")
+            else:
+                yield member, mine
 
     def _slots(self, member: int) -> Slots:
         return np.arange(member * self._size, (member + 1) * self._size, dtype=np.int64)
@@ -118,15 +115,15 @@ class MemberFaults:
         others = set(core.members.present) - {member, *self._paused}
         if not others and status not in _READ_ONLY:
             return
+        self._resume(member)
         free = every[core.allocator.is_free(every)]
         core.allocator.take(free)
-        _, before = self._paused.get(member, (0.0, _NO_SLOTS))
-        self._paused[member] = time.monotonic() + _PAUSE_S, np.concatenate((before, free))
+        self._paused[member] = time.monotonic() + _PAUSE_S, free
         if (member, status) not in self._warned:
             self._warned.add((member, status))
             name, why = core.members.name(member), status_name(status)
             _log.warning("%s: %s; puts try it every %g s until it works", name, why, _PAUSE_S)
 
     def _resume(self, member: int) -> None:
-        _, free = self._paused.pop(member, (0.0, _NO_SLOTS))
-        self._core.allocator.free(free)
+        if member in self._paused:
+            self._core.allocator.free(self._paused.pop(member)[1])

@@ -350,8 +350,9 @@ class Writer:
     def _data_written(self, batch: _Batch, status: U32, flushes_failed: int) -> None:
         if np.count_nonzero(status):
             good = status == 0
-            self._drop(batch.at(~good), status[~good], status[~good] == STATUS_WRITE_FAULT)
-            self._reclaimer.faults.of_write(batch.slots, status)
+            with self._core.lock:  # no other put gets these slots of a lost member in between
+                self._drop(batch.at(~good), status[~good], status[~good] == STATUS_WRITE_FAULT)
+                self._reclaimer.faults.of_write(batch.slots, status)
             batch = batch.at(good)
         if batch.rows.size and batch.block == _NO_BLOCK:
             try:
