@@ -179,6 +179,24 @@ def test_a_member_that_cannot_be_read_is_given_up(
         store.load(keys[~on_bad], np.arange(8)).wait(5)
 
 
+def test_of_members_that_cannot_be_read_one_is_kept(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the same loads fail on all of them, as of files on one file system."""
+    monkeypatch.setattr("tutti.transfers.member_faults._UNREAD_S", 0.0)
+    controller, store, keys, on_bad = filled(rng)
+    with store:
+        for member in range(2):
+            fail(controller, OPCODE_READ, STATUS_UNRECOVERED_READ, member=member)
+        for pair in zip(keys[on_bad][:5], keys[~on_bad][:5], strict=True):
+            there = np.array([key for key in pair if store.present(key[None]).all()])
+            with pytest.raises(MediumError):
+                store.load(there, 20 + np.arange(len(there))).wait(5)
+            assert store._core.wait_quiet(5)
+        assert store.stats()["missing_members"] == 1
+        assert store.present(keys).any()
+
+
 def test_bad_places_of_a_member_cost_their_objects_alone(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

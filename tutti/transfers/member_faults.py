@@ -53,17 +53,17 @@ class MemberFaults:
         status: of each of the slots.
         """
         state = self._core.index.state[slots]
-        has_others = len(self._core.members.present) > 1
         held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
         for member, mine in self._remaining(slots, status):
             ends = status[mine]
             if not ends.all():
                 self.unread.pop(member, None)
-            elif has_others and (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
+            elif (ends == STATUS_UNRECOVERED_READ).all() and held[mine].any():
                 # Once, where loads of the same objects fail together.
                 times = self.unread.setdefault(member, [])
                 times.append(time.monotonic())
-                if len(times) >= _UNREAD_MAX and times[-1] - times[0] >= _UNREAD_S:
+                is_long = len(times) >= _UNREAD_MAX and times[-1] - times[0] >= _UNREAD_S
+                if is_long and len(self._core.members.present) > 1:
                     self._lose(member, "nothing of it can be read")
 
     def of_write(self, slots: Slots, status: U32) -> None:
