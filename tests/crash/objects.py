@@ -101,7 +101,7 @@ def check_books(store: ObjectStore) -> None:
         core.index.check_integrity()
         core.allocator.check_integrity()
         free = core.index.state <= 1
-        for _, kept in store._reclaimer.faults._paused.values():  # free, and not to be used now
+        for _, kept in store._reclaimer.faults.paused.values():  # free, and not to be used now
             free[kept] = False
         assert np.array_equal(core.allocator.is_free(np.arange(core.index.slots)), free)
 

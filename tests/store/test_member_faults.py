@@ -280,6 +280,27 @@ def test_puts_leave_a_member_alone_that_cannot_be_written(
         check_books(store)
 
 
+def test_a_pause_ends_although_the_other_member_has_room(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the drives would not share the load again before one of them is full."""
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("tutti.transfers.member_faults.time", clock)
+    controller, store, _, _ = filled(rng)
+    with store:
+        fail(controller, OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED)
+        with pytest.raises(TuttiError):
+            store.put(some_keys(rng, 8), np.arange(8)).wait(5)
+        controller.set_faults(None)
+        assert store._core.wait_quiet(5)
+        now_s += 31.0
+        more = some_keys(rng, 8)
+        assert store.put(more, np.arange(8)).wait(5).stored == 8
+        assert (members_of(store, more) == BAD).any()
+        check_books(store)
+
+
 def test_puts_while_a_drive_is_found_to_be_gone_are_stored(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +340,7 @@ def test_eviction_notices_a_member_that_cannot_be_written(rng: np.random.Generat
         with store._core.lock:
             store._reclaimer.top_up(24)
         assert store._core.wait_quiet(5)
-        assert store._reclaimer.faults.paused() == [BAD]
+        assert list(store._reclaimer.faults.paused) == [BAD]
         keys = store.catalogue.keys()
         left = keys[members_of(store, keys) == BAD]
         assert left.size

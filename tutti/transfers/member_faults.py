@@ -38,13 +38,14 @@ class MemberFaults:
     paused, if it is read-only or puts can use another one: it gets no puts for _PAUSE_S, and
     nothing on it is evicted.
     unread: by member, when loads in a row could read nothing of it.
+    paused: by member, until when, and its slots that are free then.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._size = core.geometry.slots
         self.unread: dict[int, list[float]] = {}
-        self._paused: dict[int, tuple[float, Slots]] = {}  # by member: until when, its free slots
+        self.paused: dict[int, tuple[float, Slots]] = {}
         self._warned: set[tuple[int, int]] = set()  # member and status
 
     def of_load(self, slots: Slots, status: U32) -> None:
@@ -75,12 +76,11 @@ class MemberFaults:
             if np.isin(status[mine], _NOT_WRITABLE).all():
                 self._pause(member, int(status[mine][0]))
 
-    def paused(self) -> list[int]:
-        """The members that are paused.  Ends the pauses that are over."""
-        for member, (until_s, _) in list(self._paused.items()):
+    def end_pauses(self) -> None:
+        """Ends the pauses that are over."""
+        for member, (until_s, _) in list(self.paused.items()):
             if time.monotonic() >= until_s:
                 self._resume(member)
-        return list(self._paused)
 
     def _remaining(self, slots: Slots, status: U32) -> Iterator[tuple[int, Mask]]:
         """The members of these slots whose drive is not gone, and a mask of their slots."""
@@ -112,18 +112,18 @@ class MemberFaults:
 
     def _pause(self, member: int, status: int) -> None:
         core, every = self._core, self._slots(member)
-        others = set(core.members.present) - {member, *self._paused}
+        others = set(core.members.present) - {member, *self.paused}
         if not others and status not in _READ_ONLY:
             return
         self._resume(member)
         free = every[core.allocator.is_free(every)]
         core.allocator.take(free)
-        self._paused[member] = time.monotonic() + _PAUSE_S, free
+        self.paused[member] = time.monotonic() + _PAUSE_S, free
         if (member, status) not in self._warned:
             self._warned.add((member, status))
             name, why = core.members.name(member), status_name(status)
             _log.warning("%s: %s; puts try it every %g s until it works", name, why, _PAUSE_S)
 
     def _resume(self, member: int) -> None:
-        if member in self._paused:
-            self._core.allocator.free(self._paused.pop(member)[1])
+        if member in self.paused:
+            self._core.allocator.free(self.paused.pop(member)[1])

@@ -86,7 +86,7 @@ class Reclaimer:
 
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
         """
-        core, paused = self._core, self.faults.paused()
+        core, paused = self._core, self.faults.paused
         available = core.allocator.free_slots + self._voiding + self.returning
         if available >= self.reserve_slots + extra:
             return
@@ -104,7 +104,7 @@ class Reclaimer:
         None of a member that is paused: no put could use its slots.
         """
         core = self._core
-        among.reshape(core.members.count, -1)[self.faults.paused()] = False
+        among.reshape(core.members.count, -1)[list(self.faults.paused)] = False
         victims = core.choose_victims(n, among)
         self.discard(np.sort(victims))
         return victims.size

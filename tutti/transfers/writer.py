@@ -103,6 +103,7 @@ class Writer:
         try:
             with core.lock:
                 core.check_open()
+                self._reclaimer.faults.end_pauses()
                 if 0 in together.request.depths.tolist():
                     # Not for appended pages: these must not be newer than the start of their chain.
                     core.index.begin_use()
@@ -140,6 +141,7 @@ class Writer:
         with core.lock:
             core.wait_admitted(core.config.timeout_s)
             core.check_open()
+            self._reclaimer.faults.end_pauses()
             if not 0 < n <= core.allocator.free_slots or not core.is_unlimited:
                 return None
             if request.depth == 0:
