@@ -49,10 +49,7 @@ class MemberFaults:
         self._warned: set[tuple[int, int]] = set()  # member and status
 
     def of_load(self, slots: Slots, status: U32) -> None:
-        """Judges members by the end of a load, before it changes the state of slots.
-
-        status: of each of the slots.
-        """
+        """Judges members by the status (n,) of slots that were read, before their state changes."""
         state = self._core.index.state[slots]
         held = (state == SlotState.READY) | (state == SlotState.UNPROVEN)
         for member, mine in self._remaining(slots, status):
@@ -68,9 +65,8 @@ class MemberFaults:
                     self._lose(member, "nothing of it can be read")
 
     def of_write(self, slots: Slots, status: U32) -> None:
-        """Judges members by the end of writes of data or records, after failed slots were given up.
-
-        status: of each of the slots.
+        """Judges members by the status (n,) of slots that were written, after failed ones were
+        given up.
         """
         for member, mine in self._remaining(slots, status):
             if np.isin(status[mine], _NOT_WRITABLE).all():
