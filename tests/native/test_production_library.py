@@ -56,6 +56,12 @@ def test_traffic_of_eight_threads(
     assert not leaks_of(built, done.stderr)
 
 
+def test_threads_that_hash_the_same_command(library: Library, tmp_path: Path, seed: int) -> None:
+    """Two service threads and the digest workers, which take pieces of it from one queue."""
+    done = run_program("traffic", ("vfio", tmp_path, seed, 1, 512), library("tsan"), "tsan")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_planted_race_is_seen(library: Library, tmp_path: Path, seed: int) -> None:
     done = run_program("traffic", ("threads", tmp_path, seed, 1), library("tsan", RACE), "tsan")
     assert done.returncode != 0

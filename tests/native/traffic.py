@@ -1,10 +1,11 @@
 """Traffic of eight threads through the Python API: a program, to be run over a library that was
 built with a sanitizer.
 
-    python traffic.py KIND FOLDER SEED ROUNDS
+    python traffic.py KIND FOLDER SEED ROUNDS [TOKENS]
 
 KIND: "uring" and "threads" are pools in two files with that executor and two service threads,
-"vfio" is a pool on two drives that are made of software behind the vfio controller. Every round
+"vfio" is a pool on two drives that are made of software behind the vfio controller. TOKENS of a
+page: 16; with 512, several threads hash what one command has moved. Every round
 opens the pool, and each thread puts, looks up, loads and compares objects whose content follows
 from their keys, while others clear; then the pool is closed under the last of them. It ends with 0
 when no byte was wrong.
@@ -35,8 +36,9 @@ from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket
 
+TOKENS = int(sys.argv[5]) if len(sys.argv) > 5 else 16
 LAYOUT = KVLayout.mha(
-    layers=4, kv_heads=2, head_dim=64, page_size=16, dtype="bfloat16", model="test-model"
+    layers=4, kv_heads=2, head_dim=64, page_size=TOKENS, dtype="bfloat16", model="test-model"
 )
 GEOMETRY = Geometry(
     layers=LAYOUT.layers, segments=LAYOUT.segments, lba_nbytes=4096, group_slots=4, groups=16
@@ -147,9 +149,10 @@ def content_of(key: Any) -> bytes:
 
 def file_opening(folder: Path, executor: str) -> Callable[[], ObjectStore]:
     paths = [folder / f"pool-{executor}-{i}" for i in range(2)]
-    config = StoreConfig(service_threads=len(paths))
+    config = StoreConfig(service_threads=len(paths), verify="always")
+    capacity = f"{max(24, TOKENS // 4)}MiB"
     return lambda: tutti.open(
-        paths, layout=LAYOUT, capacity="24MiB", executor=executor, config=config
+        paths, layout=LAYOUT, capacity=capacity, executor=executor, config=config
     )
 
 
@@ -163,12 +166,13 @@ def vfio_opening() -> Callable[[], ObjectStore]:
 
     def opening() -> ObjectStore:
         span = SpanController([SoftwareDrive(image) for image in images])
-        return ObjectStore(span, names, config=StoreConfig(timeout_s=TIMEOUT_S))
+        config = StoreConfig(timeout_s=TIMEOUT_S, verify="always")
+        return ObjectStore(span, names, config=config)
 
     return opening
 
 
-def main(kind: str, folder: str, seed: str, rounds: str) -> int:
+def main(kind: str, folder: str, seed: str, rounds: str, _: str = "") -> int:
     opening = vfio_opening() if kind == "vfio" else file_opening(Path(folder), kind)
     work = Rounds(opening, int(seed))
     work.run(int(rounds))
