@@ -332,6 +332,29 @@ def test_the_launch_command_refuses_what_does_not_go_together(
 
 
 @pytest.mark.parametrize("mode", [HICACHE, LINKER])
+@pytest.mark.parametrize(
+    ("more", "given_by"),
+    [
+        (["--load-format", "remote_instance"], launch.WEIGHTS_FROM[0]),
+        (["--load-f=remote_instance"], launch.WEIGHTS_FROM[0]),
+        (["--weight-cache-mode", "client"], launch.WEIGHTS_FROM[1]),
+    ],
+)
+def test_the_command_refuses_weights_without_a_version_as_the_server_does(
+    mode: str, more: list[str], given_by: str, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tutti.commands.sglang.installed_version", lambda: "")
+    command, options = [*COMMAND, "--mode", mode], parse_options(NEEDED, mode)
+    with pytest.raises(ConfigError) as refusal:
+        identity_of(options, ServedModel("m", weights_from=given_by))
+    assert main([*command, "--", *more]) == 2
+    assert str(refusal.value) in capsys.readouterr().err
+    assert main([*command, "--option", "weights=7", "--", *more]) == 0
+    other = ["--load-format", "auto", "--weight-cache-mode=daemon"]  # the last value is SGLang's
+    assert main([*command, "--", *more, *other]) == 0
+
+
+@pytest.mark.parametrize("mode", [HICACHE, LINKER])
 def test_events_need_a_server_that_publishes(
     mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

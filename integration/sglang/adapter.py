@@ -41,7 +41,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.identity import ServedModel, version_at_start
-from tutti.integration.sglang.launch import VERSIONS, installed_version
+from tutti.integration.sglang.launch import VERSIONS, WEIGHTS_FROM, installed_version
 
 __all__ = [
     "AllBlocksCleared",
@@ -124,10 +124,11 @@ def served_model() -> ServedModel:
 
 
 def _weights_from(args: Any) -> str:
-    """The argument by which another process gives the weights; "" if SGLang reads files."""
-    for name, value in (("load_format", "remote_instance"), ("weight_cache_mode", "client")):
+    """Which of WEIGHTS_FROM SGLang has; "" if it reads files."""
+    for given in WEIGHTS_FROM:
+        name, value = given.removeprefix("--").replace("-", "_").split()
         if resolution_result(args, name) == value:
-            return f"--{name.replace('_', '-')} {value}"
+            return given
     return ""
 
 

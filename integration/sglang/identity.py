@@ -19,7 +19,8 @@ from typing import Any
 import xxhash
 
 from tutti import __version__
-from tutti.errors import ConfigError, TuttiError
+from tutti.errors import TuttiError
+from tutti.integration.sglang.launch import check_weights
 from tutti.integration.sglang.options import is_agents, store_config
 from tutti.integration.sglang.rank_members import share
 from tutti.integration.sglang.scheduler_trace import traced
@@ -52,7 +53,7 @@ class ServedModel:
     quantization: str = ""
     kv_cache_dtype: str = ""
     load_format: str = ""
-    weights_from: str = ""  # the argument by which another process gives the weights
+    weights_from: str = ""  # see WEIGHTS_FROM
     overrides: str = ""
     adapters: tuple[tuple[str, str], ...] = ()  # (name, path), with permanent LoRA ids
     dp_size: int = 1
@@ -166,11 +167,7 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
     change if they are trained again.  name: of a model without a known path.  Raises ConfigError
     for weights of another process without a version.
     """
-    if model.weights_from and not options["weights"]:
-        raise ConfigError(
-            f"with {model.weights_from} another process gives the weights, and the files of "
-            f'{model.path} do not identify them; set the option "weights" to their version'
-        )
+    check_weights(model.weights_from, model.path, options["weights"])
     source = model.path, model.revision
     weights = (model.load_format != "dummy" and options["weights"]) or "|".join(
         (version_at_start(*source), model.revision, model.weight_version, model.load_format)

@@ -112,6 +112,8 @@ OMISSIONS = {
     "--enable-pd-role-switch": "release what a decode server offloaded",
     "--dllm-algorithm": "start the loads of a diffusion model",
 }
+#: Arguments by which another process gives the weights.
+WEIGHTS_FROM = ("--load-format remote_instance", "--weight-cache-mode client")
 #: Flags that `tutti sglang command` sets, with its own option for each.
 _OWN = {
     "--model-path": "--model",
@@ -132,7 +134,7 @@ _STARTS = {
 #: All flags that are looked for here.
 _FLAGS = (
     *(*_TENSOR, *_STAGES, *_REPLICAS, *_NODES, *_OWN, *_STARTS[HICACHE], *_STARTS[LINKER]),
-    *(argument.split()[0] for argument in OMISSIONS),
+    *(argument.split()[0] for argument in (*OMISSIONS, *WEIGHTS_FROM)),
 )
 
 
@@ -184,6 +186,24 @@ def linker_refusal(given: Collection[str]) -> str:
             "without the linker, or use Tutti behind HiCache if SGLang has HiCache for this server"
         )
     return ""
+
+
+def weights_from(arguments: Sequence[str]) -> str:
+    """Which of WEIGHTS_FROM is among SGLang's arguments; "" if SGLang reads the weights itself."""
+    last = set(map(" ".join, dict(pairwise(_words(arguments))).items()))
+    return next(filter(last.__contains__, WEIGHTS_FROM), "")
+
+
+def check_weights(given_by: str, model: str, version: str | None) -> None:
+    """Raises ConfigError for weights of another process without a version.
+
+    given_by: one of WEIGHTS_FROM, or "".  version: the option `weights`.
+    """
+    if given_by and not version:
+        raise ConfigError(
+            f"with {given_by} another process gives the weights, and the files of {model} do not "
+            'identify them; set the option "weights" to their version'
+        )
 
 
 def installed_version() -> str:

@@ -29,11 +29,13 @@ from tutti.integration.sglang.launch import (
     PLUGIN_GROUP,
     VERSIONS,
     check_together,
+    check_weights,
     installed_version,
     ranks_and_nodes,
     refused_arguments,
     server_arguments,
     server_environment,
+    weights_from,
 )
 from tutti.integration.sglang.options import HICACHE, LINKER, named_options
 from tutti.integration.sglang.rank_members import Shares, share
@@ -159,6 +161,7 @@ def run_command(args: argparse.Namespace) -> CommandResult:
         args.mode, args.model, options, page_size=args.page_size, layout=args.layout
     )
     check_together(args.mode, arguments, args.more)
+    check_weights(weights_from(args.more), args.model, options.get("weights"))
     passed = {word.split("=")[0] for word in args.more}
     start = "" if args.more else "-- "
     if options.get("kv_events") and passed.isdisjoint(("--kv-events-config", "--config")):
