@@ -127,10 +127,10 @@ def _slo(text: str) -> Slo:
 
 def _compare(args: argparse.Namespace) -> dict[str, Any]:
     """Compares results in a table, and in a figure if --out is given."""
-    results = [read_result(path) for path in args.compare]
-    compared = compare_results(results)
+    files = [(path, read_result(path)) for path in args.compare]
+    compared = compare_results(files)
     if args.out is not None:
-        rows = [row for result in results for row in rows_of(result, RATE, result["system"])]
+        rows = [row for path, result in files for row in rows_of(result, RATE, str(path))]
         compared["files"] = write_figure(RATE, rows, args.out, slo_ms=args.ttft_limit_ms)
     return compared
 

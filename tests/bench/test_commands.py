@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -34,3 +35,28 @@ def test_what_the_second_tier_needs_is_named(
     assert "pip install -e '.[cluster]'" in capsys.readouterr().err
     assert cli.main(["bench", "second-tier"]) == 3
     assert cli.main(["bench", "second-tier", "--remote", "http://127.0.0.1"]) == 2
+
+
+@pytest.mark.parametrize("field", ["system", "workload", "points", "rates", "max_rate", "partial"])
+def test_a_compared_result_without_a_field_is_named_with_it(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = {
+        "benchmark": "ttft",
+        "workload": {"digest": "d", "seed": 1},
+        **dict.fromkeys(("start", "client", "arrivals", "seconds")),
+        "points": [{"seed": 1}],
+        "rates": [{"rate": 1.0, "unstable": False, "partial": False}],
+        "max_rate": {},
+        "partial": False,
+    }
+    files = [tmp_path / f"{system}.json" for system in "ab"]
+    command = ["bench", "ttft", "--compare", *map(str, files)]
+    for file in files:
+        file.write_text(json.dumps({**whole, "system": file.stem}))
+    assert cli.main(command) == 0
+    left = {name: value for name, value in {**whole, "system": "b"}.items() if name != field}
+    files[1].write_text(json.dumps(left))
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert f"{files[1]} is not a whole result (KeyError('{field}')); measure it again" in said
