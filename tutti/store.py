@@ -267,7 +267,7 @@ class ObjectStore(Owned, Store):
     @uninterrupted()
     def clear(self, *, deallocate: bool = True) -> None:
         core = self._core
-        with core.quiesced():
+        with core.quiesced("a clear"):
             try:
                 self.members.new_epoch()
                 if deallocate:
@@ -347,7 +347,7 @@ class ObjectStore(Owned, Store):
         with core.lock:
             core.closing = True
             core.changed.notify_all()
-            core.changed.wait_for(lambda: not core.is_quiesced, timeout_s)
+            core.changed.wait_for(lambda: not core.quiesced_by, timeout_s)
         assert self._resources.recovery is not None, "started with the store"
         self._resources.recovery.join(timeout_s)
         quiet = core.wait_quiet(timeout_s, self._resources.lost_jobs)

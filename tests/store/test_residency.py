@@ -277,7 +277,7 @@ def test_what_was_admitted_ends_before_a_standstill_and_the_next_waits() -> None
         inside, leave = threading.Event(), threading.Event()
 
         def stand() -> None:
-            with core.quiesced():
+            with core.quiesced("a test"):
                 order.append("still")
                 inside.set()
                 assert leave.wait(10)

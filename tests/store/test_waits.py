@@ -239,7 +239,7 @@ def test_memory_of_a_put_that_gave_up_waiting_is_unregistered_at_once(
         wait_until(lambda: bool(store._core._uses))
         object.__setattr__(store.config, "timeout_s", 60.0)
         over = others.submit(store.unregister, memory)
-        with pytest.raises(DeviceTimeout, match="recovery is not done"):
+        with pytest.raises(DeviceTimeout, match="a clear is not done after 1 s"):
             put.result(10)
         over.result(10)
         goes_on.set()

@@ -219,7 +219,7 @@ class NodeStore(Owned, Store):
                 return
             left_s = deadline_s - time.monotonic()
         raise DeviceTimeout(
-            f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+            f"recovery or a clear is not done after {timeout_s:g} s; look-ups miss until it is"
         )
 
     def stats(self) -> dict[str, Any]:

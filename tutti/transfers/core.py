@@ -101,7 +101,6 @@ class Core(InFlight):
         self._others_nbytes = {OPCODE_READ: 0, OPCODE_WRITE: 0}
         self.sequence = 1
         self.leave_open = False  # records on the medium are not what the index says
-        self.is_quiesced = False  # see quiesced; a close waits for its end
         self.index = Index(members.count * self.geometry.slots)
         self._reserve = reserve_slots(self.index.slots)
         self.expected = 0  # pages that a put may bring soon
@@ -365,22 +364,23 @@ class Core(InFlight):
         return first
 
     @contextlib.contextmanager
-    def quiesced(self) -> Iterator[None]:
+    def quiesced(self, by: str) -> Iterator[None]:
         """Nothing is in flight inside; meanwhile look-ups miss, and puts and loads wait.
 
+        by: what they wait for, for their error.
         Raises DeviceTimeout, before anything happened, when transfers do not end.
         """
         with self.lock:
             self.wait_ready(self.config.timeout_s)
             self.check_open()
-            self.ready, self.is_quiesced = False, True
+            self.ready, self.quiesced_by = False, by
         try:
             if not self.wait_quiet(self.config.timeout_s):
                 raise DeviceTimeout("transfers are still under way; nothing was done, try again")
             yield
         finally:
             with self.lock:
-                self.ready, self.is_quiesced = True, False
+                self.ready, self.quiesced_by = True, ""
                 self.changed.notify_all()
 
     def deallocate(self, groups: Slots | None = None) -> None:

@@ -71,7 +71,8 @@ class InFlight(Owned):
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.refill: Callable[[], object] = lambda: None
         self.closing = False
-        self.ready = False  # recovery is done, and no clear is under way
+        self.ready = False  # recovery is done, and nothing is quiesced
+        self.quiesced_by = ""  # "a clear", "a replan": see Core.quiesced; a close waits for its end
         self.failure: BaseException | None = None  # why recovery failed
 
     def absent(self, keys: Keys) -> Mask | None:
@@ -146,15 +147,16 @@ class InFlight(Owned):
             raise copy.copy(self.failure) from self.failure
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits for recovery.  DeviceTimeout when it takes longer."""
+        """Waits for recovery and `Core.quiesced`.  DeviceTimeout when they take longer."""
         with self.lock:
             done = self.changed.wait_for(
                 lambda: self.ready or self.failure is not None or self.closing, timeout_s
             )
             self.check_open()
             if not done:
+                what = self.quiesced_by or "recovery"
                 raise DeviceTimeout(
-                    f"recovery is not done after {timeout_s:g} s; look-ups miss until it is"
+                    f"{what} is not done after {timeout_s:g} s; look-ups miss until it is"
                 )
 
     def wait_quiet(self, timeout_s: float, lost: Callable[[], int] = int) -> bool:

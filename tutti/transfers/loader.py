@@ -142,7 +142,7 @@ class Loader:
         with core.lock:
             if admit and not core.ready:
                 if not waits:
-                    raise NotAdmitted("recovery or a clear is under way; try again")
+                    raise NotAdmitted(f"{core.quiesced_by or 'recovery'} is under way; try again")
                 core.wait_admitted(core.config.timeout_s, memory)
             progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
             core.begin(memory)

@@ -129,7 +129,7 @@ class Residency(Owned):
         Raises ConfigError, DeviceTimeout, MediumError when a write-back fails, and Unsupported for
         a pool that is not on files with direct I/O; the old plan stays then.
         """
-        with self._changing, self._core.quiesced():
+        with self._changing, self._core.quiesced("a replan"):
             return self._apply(share, budget_nbytes)
 
     def move_towards(self, target_nbytes: int, share: float, budget_nbytes: int) -> bool:
