@@ -19,7 +19,7 @@ from node.agents import LAYOUT, WAIT_S, RunningAgent, running, start_process
 from waiting import wait_until
 
 from store.pools import put_some, some_keys
-from tutti.errors import AgentRefused, CapacityError, DeviceTimeout
+from tutti.errors import AgentRefused, CapacityError, DeviceTimeout, KeyMissing
 from tutti.node import called_operations, client_transfers, listener, remote_catalogue
 from tutti.node.connection import Connection
 from tutti.node.messages import HEADER, VERSION, Failure, Hello, frame, read_reply
@@ -322,3 +322,20 @@ def test_behind_what_the_agent_drops_a_page_that_is_there_is_present(
         assert most == [0], "the agent was not asked to store the rest"
         counts = store.stats()
         assert (counts["present"], counts["dropped"], counts["lost_pages"]) == (2, 8, 0)
+
+
+def test_parts_of_a_load_that_is_a_miss_do_not_count_as_errors(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """As in a store of its own, which begins nothing of it."""
+    with running(tmp_path / "agent") as agent, agent.connect(profile=None) as store:
+        store.allocate_memory(12)
+        keys = some_keys(rng, 12)
+        assert store.put(keys[:8], np.arange(8)).wait(WAIT_S).stored == 8
+        store._kept.need().welcome.batch_pages = 4
+        with pytest.raises(KeyMissing):
+            store.load(keys, np.arange(12))
+        assert (store.stats()["loaded"], store.stats()["load_errors"]) == (0, 0)
+        assert store.delete(keys[:4]) == 4, "nothing is pinned"
+        store.load(keys[4:8], np.arange(4)).wait(WAIT_S)
+        assert (store.stats()["loaded"], store.stats()["load_errors"]) == (4, 0)

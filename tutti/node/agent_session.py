@@ -248,12 +248,11 @@ class AgentSession:
             )
             return transfer, rows
 
-    def give_up(self, jobs: Sequence[MoveJob]) -> None:
-        """Reports jobs that will not be submitted, as cancelled."""
+    def give_up(self, jobs: Sequence[MoveJob], status: int = STATUS_CANCELLED) -> None:
+        """Reports jobs that will not be submitted."""
         for job in jobs:
             pages = max(1, len(job.slots) // 8)  # an empty report would mean success
-            status = np.full(pages, STATUS_CANCELLED, np.uint32)
-            self._report(Moved(job.job, packed_status(status)))
+            self._report(Moved(job.job, packed_status(np.full(pages, status, np.uint32))))
 
     @uninterrupted()
     def fail(self, error: BaseException | None = None) -> None:

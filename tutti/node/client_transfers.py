@@ -25,6 +25,7 @@ from tutti.node.agent_session import AgentSession
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import LISTED_MAX, Call, MoveJob, PlanLoad, PlanPut, Written, statuses_of
 from tutti.transfers.in_flight import InFlight
+from tutti.transfers.loader import STATUS_NOT_BEGUN
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.starters import Order
 from tutti.transfers.store_config import StoreConfig
@@ -236,7 +237,7 @@ class ClientLoader:
                 progress.record_status[start : start + len(some)] = status
         except BaseException as error:
             for _, jobs in parts:
-                session.give_up(jobs)
+                session.give_up(jobs, STATUS_NOT_BEGUN)
             if isinstance(error, AgentLost | AgentRefused):
                 raise KeyMissing(f"{error}; compute the pages") from error
             raise

@@ -47,6 +47,8 @@ from tutti.transfers.tickets import LoadPart, LoadProgress
 _log = logging.getLogger(__name__)
 
 SAMPLE_ONE_IN = 16
+#: Status of the pages of a planned load that the other process did not begin: these did not fail.
+STATUS_NOT_BEGUN = 0x7FF
 _BLOCKS = 3
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -405,7 +407,8 @@ class Loader:
         """Proves, removes or quarantines objects by the result of a load.  Lock held."""
         core, index = self._core, self._core.index
         wrong = (status == STATUS_DIGEST_MISMATCH) | (status == STATUS_UNRECOVERED_READ)
-        core.counters.load_errors += int(np.count_nonzero(status))
+        failed = (status != 0) & (status != STATUS_NOT_BEGUN)
+        core.counters.load_errors += int(np.count_nonzero(failed))
         core.counters.mismatches += int(np.count_nonzero(status == STATUS_DIGEST_MISMATCH))
         if unproven is not None:
             proven = np.unique(slots[(status == 0) & unproven])
