@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import tutti
-from store.pools import LAYOUT, some_keys
+from store.pools import LAYOUT, formatted, left_by, opened, some_keys
 from tutti.errors import ConfigError
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.transfers.core import Core
-from tutti.transfers.put_limits import WriteBudget
+from tutti.transfers.put_limits import Quota, WriteBudget
 from tutti.transfers.tickets import Outcome
 
 OBJECT_NBYTES = LAYOUT.object_nbytes + RECORD_NBYTES
@@ -57,6 +57,33 @@ def test_puts_beyond_the_budget_are_dropped_from_the_end(tmp_path: Path, seed: i
         assert (stats["over_budget"], stats["dropped"]) == (2, 2)
         assert stats["bytes_written_per_byte_stored"] >= 1.0
         store.load(keys[:6], np.arange(6)).wait()
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+@pytest.mark.parametrize("of_a_namespace", [True, False])
+def test_a_restart_does_not_refill_the_budget(
+    is_clean: bool, of_a_namespace: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_64s = [20_000 * 1350]
+    monkeypatch.setattr(Core, "now_64s", lambda _: now_64s[0])
+    budget, keys = HOURS * 6 * OBJECT_NBYTES, some_keys(np.random.default_rng(seed), 24)
+    config: dict[str, Any] = {"write_budget": budget}
+    if of_a_namespace:
+        config = {"quotas": (Quota("team", write_budget=budget),)}
+    images = formatted()
+    # (units of 64 s since the last close or put, pages stored of six)
+    for turn, (later, stored) in enumerate([(0, 6), (0, 0), (29, 2), (60, 6)]):
+        now_64s[0] += later
+        with opened(images, **config) as store:
+            store.allocate_memory(pages=6)
+            for _ in range(200):  # look-ups are no time
+                store.match(keys[-1:])
+            mine = keys[6 * turn : 6 * turn + 6]
+            ticket = store.put(mine, np.arange(6), namespace="team" if of_a_namespace else "")
+            assert ticket.wait().stored == stored, turn
+            for _ in range(200):
+                store.match(keys[-1:])
+            images = left_by(store, clean=is_clean)
 
 
 def test_what_is_written_today_begins_at_midnight(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tutti.base.arrays import Mask
 from tutti.base.checks import whole
 from tutti.errors import ConfigError
-from tutti.medium.slot_record import tenant_of
+from tutti.medium.slot_record import EXPIRY_UNIT_S, tenant_of
 from tutti.placement.index import Index
 
 _DAY_S = 86_400.0
@@ -46,7 +46,7 @@ class WriteBudget:
     """Grants objects as a token bucket does.  Not thread-safe: the store holds a lock around it.
 
     nbytes_per_day: None for no limit.  object_nbytes: what one object costs, its record included.
-    A bucket holds the budget of an hour, and one object at least; it is full at first.
+    A bucket holds the budget of an hour, and one object at least; it is full in a new pool.
     """
 
     def __init__(
@@ -69,6 +69,11 @@ class WriteBudget:
         earned = max(0.0, now_s - self._since_s) * self._per_s
         self._left, self._since_s = min(self._most, self._left + earned), now_s
         return min(objects, int(self._left))
+
+    def recovered(self, idle_s: float) -> None:
+        """The pool was opened again after this time: before it, all may have been used up."""
+        if self._per_s is not None:
+            self._left, self._since_s = min(self._most, idle_s * self._per_s), self._clock()
 
     def take(self, objects: int) -> None:
         """Counts objects as written, at most as many as ``allowed`` said; below 0 undoes it."""
@@ -126,6 +131,11 @@ class Quotas:
                     f"namespaces {other.quota.namespace!r} and {quota.namespace!r} have the same"
                     " number on the medium; pass one quota per namespace, or rename one"
                 )
+
+    def recovered(self, idle_64s: int) -> None:
+        """See WriteBudget, for all budgets; in units of 64 s."""
+        for budget in (self._budget, *(account.budget for account in self._accounts.values())):
+            budget.recovered(max(0, idle_64s) * EXPIRY_UNIT_S)
 
     def grant(self, tenant: int, n: int, index: Index, evict: Callable[[int, Mask], int]) -> Grant:
         """How many of n objects may be written.

@@ -60,6 +60,7 @@ def recover(
     with core.lock:
         core.sequence = max(core.sequence, members.next_sequence, top + 1)
         _take_over(core, reclaimer, entries, proven)
+        core.quotas.recovered(core.now_64s() - int(entries["access_64s"].max(initial=0)) - 1)
         for call in before_ready:
             call()
         core.ready = True
@@ -106,9 +107,9 @@ def _entries_of(core: Core) -> Entries:
     entries["key"] = index.key[slots]
     entries["sequence"] = index.sequence(slots)
     entries["depth"] = index.depth[slots]
-    # The order of accesses is what counts; one use stands for one unit of time.
+    # The order of accesses is what counts: one use stands for one unit of time, the last for now.
     age = np.minimum(index.uses - index.access[slots].astype(np.int64), core.now_64s())
-    entries["access_64s"] = core.now_64s() - age
+    entries["access_64s"] = core.now_64s() - age + age.min(initial=core.now_64s())
     quarantined = index.state[slots] == SlotState.QUARANTINED
     entries["state"] = np.where(quarantined, RecordState.QUARANTINED, RecordState.READY)
     entries["flags"] = np.where(index.has_digests(slots) & ~quarantined, FLAG_DIGESTS, 0)

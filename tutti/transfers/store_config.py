@@ -31,8 +31,8 @@ class StoreConfig:
         that pin return fewer objects rather than exceed it.
     digest_cache_nbytes: memory for digests of recent objects.
     write_budget: bytes per day that puts may write, also as "2TiB"; None for no limit.  An hour's
-        budget may be written at once.  Pages beyond it are dropped; ``over_budget`` counts those of
-        the part of a put in which it ended.
+        budget may be written at once; opening a pool again does not refill it.  Pages beyond it are
+        dropped; ``over_budget`` counts those of the part of a put in which it ended.
     quotas: limits of namespaces; see tutti.transfers.put_limits.
     schedule: decides when transfers are issued; None issues each at once.  See docs/scheduler.md.
     window_nbytes: bytes of commands in flight on each drive; None finds the smallest number that
