@@ -79,6 +79,24 @@ def test_ranks_share_the_drives_of_one_numa_node(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1), (None,) * 4])
+@pytest.mark.parametrize("missing", DRIVES)
+def test_a_missing_device_leaves_the_shares_of_other_ranks(
+    nodes: Sequence[int | None],
+    missing: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {path: node for path, node in zip(DRIVES, nodes, strict=True) if path != missing}
+    monkeypatch.setattr(rank_members, "exists", found.__contains__)
+    monkeypatch.setattr(
+        rank_members, "place_of", lambda path: Place(path, PlaceKind.DEVICE, found.get(path))
+    )
+    words = ["sglang", "command", "--model", "m", "--capacity", "1TiB", "--path", *DRIVES]
+    assert main([*words, "--option", "degraded=true", "--json", "--", "--tp", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["dealt"] == [[path] for path in DRIVES]
+
+
 def test_every_rank_has_a_place_of_its_own_on_its_node() -> None:
     for nodes in (1, 2):
         places = [

@@ -2,8 +2,9 @@
 
 * A folder serves all ranks: each of a rank's pools has one file in every folder.
 * A file or a device has one KV pool of one rank; the other pools are in the folders. Files and
-devices are sorted by NUMA node, unknown nodes first; within a node in the given order. They are
-dealt in equal shares to the ranks of the machine, the first share to rank 0.
+devices are sorted by NUMA node, unknown nodes first; within a node in the given order. A missing
+device counts as one of the node of the device before it. They are dealt in equal shares to the
+ranks of the machine, the first share to rank 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti.errors import ConfigError
-from tutti.pool.places import Place, PlaceKind, check_distinct, place_of
+from tutti.pool.places import Place, PlaceKind, check_distinct, exists, place_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ def share(paths: Sequence[str], ranks: int) -> Shares:
             f" pool of one rank: give {ranks} or a multiple, make partitions or namespaces, name a"
             " folder, or use the node's agent (unix:SOCKET)"
         )
-    single.sort(key=lambda place: -1 if place.numa_node is None else place.numa_node)
-    each = len(single) // ranks
+    single, each = _by_node(single), len(single) // ranks
     return Shares(folders, [single[rank * each : (rank + 1) * each] for rank in range(ranks)])
+
+
+def _by_node(places: Sequence[Place]) -> list[Place]:
+    """Sorted by NUMA node.  A missing device, whose node is unknown, stays behind the one that was
+    given before it: where they are given in the order of their nodes, no other one moves.
+    """
+    known = {
+        place.path: -1 if place.numa_node is None else place.numa_node
+        for place in places
+        if place.numa_node is not None or place.kind is PlaceKind.FILE or exists(place.path)
+    }
+    nodes, node = {}, next(iter(known.values()), -1)
+    for place in places:
+        nodes[place.path] = node = known.get(place.path, node)
+    return sorted(places, key=lambda place: nodes[place.path])
