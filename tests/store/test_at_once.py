@@ -22,6 +22,7 @@ from tutti.medium.superblock import PoolState
 from tutti.pool.record_table import RecordTable
 from tutti.pool.replacement import superblock_of
 from tutti.store import ObjectStore
+from tutti.transfers.core import Core
 from tutti.transfers.put_limits import Quota
 
 LARGE = replace(GEOMETRY, group_slots=16, groups=16)  # 256 slots
@@ -177,6 +178,28 @@ def test_a_deletion_without_time_removes_what_is_idle(rng: np.random.Generator) 
         with suppress(DeviceTimeout):  # their records may not be voided yet
             assert store.delete(keys, timeout_s=0) == 4
         assert not store.present(keys).any()
+
+
+def test_a_deletion_ends_in_time_though_the_medium_deallocates_slowly(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deallocate, goes_on = Core.deallocate, threading.Event()
+
+    def slowly(core: Core, groups: Any = None) -> None:
+        assert goes_on.wait(20)
+        deallocate(core, groups)
+
+    monkeypatch.setattr(Core, "deallocate", slowly)
+    with opened(formatted()) as store:
+        free = store.stats()["free_objects"]
+        keys = some_keys(rng, GEOMETRY.group_slots)
+        filled(store, keys)
+        begin_s = time.monotonic()
+        assert store.delete(keys, timeout_s=0.5) == len(keys)
+        assert time.monotonic() - begin_s < 5
+        goes_on.set()
+        wait_until(lambda: store.stats()["free_objects"] == free)
+        assert store.stats()["deallocated_nbytes"] > 0
 
 
 def test_puts_at_once_stay_within_their_quota(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,10 +46,11 @@ class RemoteCatalogue:
 
     @takes(timeout_s=seconds)
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
-        return sum(
-            self._call("delete", timeout_s + _EXTRA_S, keys=some, seconds=timeout_s)
-            for some in parts_of(keys, LISTED_MAX)
-        )
+        deadline_s, gone = time.monotonic() + timeout_s, 0
+        for some in parts_of(keys, LISTED_MAX):
+            left_s = max(0.0, deadline_s - time.monotonic())
+            gone += self._call("delete", left_s + _EXTRA_S, keys=some, seconds=left_s)
+        return gone
 
     def pin(self, keys: Keys) -> int:
         parts = list(parts_of(keys, LISTED_MAX))

@@ -5,6 +5,7 @@ Works on the index and on slot records alone: nothing here reads or writes KV.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from tutti.base.arrays import Keys, Slots
 from tutti.base.checks import optional, seconds, takes, text
 from tutti.base.interrupts import uninterrupted
 from tutti.base.process import Owned
+from tutti.base.threads import start_thread
 from tutti.errors import CapacityError, DeviceTimeout, MediumError
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import as_keys
@@ -120,7 +122,8 @@ class Catalogue(Owned):
     def delete(self, keys: Keys, *, timeout_s: float = 30.0) -> int:
         """Removes objects, pinned ones too; returns how many, once their records are voided.
 
-        Waits for transfers of these objects.  Raises DeviceTimeout when they do not end in time.
+        Waits for transfers of these objects, and raises DeviceTimeout when they do not end in time;
+        then for the medium to deallocate empty groups, which otherwise goes on.
         """
         core = self._core
         keys = as_keys(keys)
@@ -143,7 +146,12 @@ class Catalogue(Owned):
                 lambda: not (core.index.state[gone] == SlotState.VOIDING).any(),
                 max(_PAUSE_S, deadline_s - time.monotonic()),
             )
-        deallocate_empty(core, self._reclaimer, gone)
+        with contextlib.suppress(CapacityError):  # the objects are gone also without a thread
+            rest = threading.Thread(
+                target=deallocate_empty, args=(core, self._reclaimer, gone), daemon=True
+            )
+            start_thread(rest, "tutti-deallocate")  # the medium may take long
+            rest.join(max(0.0, deadline_s - time.monotonic()))
         if slots.size or not voided:
             raise DeviceTimeout(
                 f"{gone.size} objects were removed, but their records may not be voided yet;"
