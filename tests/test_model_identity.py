@@ -144,6 +144,22 @@ def test_the_snapshot_is_that_of_the_revision(monkeypatch: pytest.MonkeyPatch) -
     assert after_restart(ServedModel(path="org/model", revision="dev")).startswith("c-dev|dev|")
 
 
+@pytest.mark.parametrize("name", ["modeling_mine.py", "configuration_mine.py"])
+def test_code_of_a_model_that_is_run_has_a_version(name: str, tmp_path: Path) -> None:
+    """Other code may compute other KV for the same tokens."""
+    change(tmp_path / "model.safetensors")
+    plain = ServedModel(path=str(tmp_path))
+    trusted = replace(plain, runs_code=True)
+    first = after_restart(plain)
+    assert after_restart(trusted) == first, "no code: pools of such servers stay the same"
+    change(tmp_path / name)
+    assert after_restart(plain) == first
+    second = after_restart(trusted)
+    change(tmp_path / name)
+    assert len({first, second, after_restart(trusted)}) == 3
+    assert after_restart(trusted, weights="7") == "7"
+
+
 def test_a_single_file_has_a_version(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     versions = []

@@ -120,6 +120,7 @@ def served_model() -> ServedModel:
         dp_size=int(parallel.num_dp_ranks),  # replicas, or groups of DP attention
         dp_rank=int(dp_rank),
         nodes=int(getattr(args, "nnodes", None) or 1),
+        runs_code=bool(args.trust_remote_code),
     )
 
 
@@ -193,7 +194,8 @@ def _draft(args: Any) -> dict[str, Any]:
     served_revision = str(getattr(args, "revision", None) or _MAIN)
     if not path or (path, revision or _MAIN) == (served, served_revision):
         return {}
-    return {"draft": [version_at_start(path, revision) or path, revision, quantization]}
+    version = version_at_start(path, revision, bool(args.trust_remote_code))
+    return {"draft": [version or path, revision, quantization]}
 
 
 def _adapters(args: Any) -> tuple[tuple[str, str], ...]:

@@ -59,6 +59,7 @@ class ServedModel:
     dp_size: int = 1
     dp_rank: int = 0
     nodes: int = 1
+    runs_code: bool = False  # of its folder (--trust-remote-code)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
     for weights of another process without a version.
     """
     check_weights(model.weights_from, model.path, options["weights"])
-    source = model.path, model.revision
+    source = model.path, model.revision, model.runs_code
     weights = (model.load_format != "dummy" and options["weights"]) or "|".join(
         (version_at_start(*source), model.revision, model.weight_version, model.load_format)
     )
@@ -185,11 +186,11 @@ def identity_of(options: Mapping[str, Any], model: ServedModel, name: str = "") 
 
 
 @cache
-def version_at_start(path: str, revision: str = "") -> str:
+def version_at_start(path: str, revision: str = "", runs_code: bool = False) -> str:
     """The version when this process opened its first pool, soon after the weights were loaded:
     later the files may differ from the weights that are served.
     """
-    version = weights_version(path, revision)
+    version = weights_version(path, revision, runs_code)
     if path and not version:
         _log.warning(
             "Tutti: %s has no version (it is no local file or folder, nor in the cache of the hub):"
@@ -199,16 +200,17 @@ def version_at_start(path: str, revision: str = "") -> str:
     return version
 
 
-def weights_version(path: str, revision: str = "") -> str:
+def weights_version(path: str, revision: str = "", runs_code: bool = False) -> str:
     """Distinguishes versions of a checkpoint, adapter or file with the same name; "": unknown.
 
-    Of a local folder: names, sizes and modification times of its weights and configuration, or of
-    weights in its folders; of files with a constant time also 256 samples of their bytes. Of a
-    file: its own, and those of the config.json next to it. Of a name on a hub: the commit of the
-    snapshot in the local cache, if there is one.
+    Of a local folder: names, sizes and modification times of its weights and configuration (and
+    code, if SGLang runs it), or of weights in its folders; of files with a constant time also 256
+    samples of their bytes. Of a file: its own, and those of the config.json next to it. Of a name
+    on a hub: the commit of the snapshot in the local cache, if there is one.
     """
     if os.path.isdir(path):
-        files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(_WEIGHT_FILES)]
+        ends = (*_WEIGHT_FILES, ".py") if runs_code else _WEIGHT_FILES
+        files = [Path(entry) for entry in os.scandir(path) if entry.name.endswith(ends)]
         if not any(file.name.endswith(_WEIGHT_FILES[:-2]) for file in files):
             files += Path(path).glob("*/*.safetensor*")
     elif os.path.isfile(path):

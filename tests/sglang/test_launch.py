@@ -242,6 +242,21 @@ def test_a_draft_model_is_part_of_the_model_unless_it_is_the_same(tmp_path: Path
             assert adapter.served_model().overrides == "{}", "the served model's own layers"
 
 
+def test_code_that_sglang_runs_is_part_of_the_model(tmp_path: Path) -> None:
+    code = tmp_path / "modeling_mine.py"
+    for trusted in (False, True):
+        seen = set()
+        for size in (1, 2):
+            code.write_bytes(b"#" * size)
+            version_at_start.cache_clear()
+            given = {"trust_remote_code": trusted, "speculative_draft_model_path": str(tmp_path)}
+            with _context(**given):
+                model = adapter.served_model()
+            assert model.runs_code is trusted
+            seen.add(model.overrides)
+        assert len(seen) == 1 + trusted, "of a draft model"
+
+
 def test_replicas_and_groups_of_dp_attention_share_the_capacity() -> None:
     for widths in ({"dp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}):
         with _context(widths.get("tp_size", 1) - 1, 1, **widths):
