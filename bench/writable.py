@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
+from tutti.arguments import options as options
 from tutti.errors import CapacityError, ConfigError, system_message
-
-
-def options(parser: argparse._ActionsContainer) -> Callable[..., None]:
-    """A short way to add options to a parser or a group of it."""
-
-    def option(
-        name: str,
-        default: Any,
-        what: str | None,
-        kind: Callable[[str], Any] | Collection[str] = (),
-        **more: Any,
-    ) -> None:
-        """name: the option, with its metavar if that differs.  kind: a type, or the choices.
-
-        A number's type follows from the default.  A list takes one or more values; False is a flag.
-        """
-        name, _, metavar = name.partition(" ")
-        given: dict[str, Any] = {"default": default, "help": what}
-        if metavar:
-            given["metavar"] = metavar
-        first = default
-        if isinstance(default, list | tuple) and "action" not in more:
-            given["nargs"], first = "+", default[0] if default else None
-        if default is False:
-            given["action"] = "store_true"
-        elif isinstance(first, int | float):
-            given["type"] = type(first)
-        if kind:
-            given["type" if callable(kind) else "choices"] = kind
-        parser.add_argument(name, **given | more)
-
-    return option
 
 
 def check_writable(*paths: Path) -> None:

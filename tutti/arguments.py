@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.errors import ConfigError
@@ -15,6 +17,39 @@ from tutti.model_config import model_layout
 PAGE_SIZE = 64
 _PORT_MAX = 65535
 DTYPE = "bfloat16"
+
+
+def options(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """A short way to add options to a parser or a group of it."""
+
+    def option(
+        name: str,
+        default: Any,
+        what: str | None,
+        kind: Callable[[str], Any] | Collection[str] = (),
+        **more: Any,
+    ) -> None:
+        """name: the option, with its metavar if that differs.  kind: a type, or the choices.
+
+        A number's type follows from the default.  A list takes one or more values; False without a
+        kind is a flag.
+        """
+        name, _, metavar = name.partition(" ")
+        given: dict[str, Any] = {"default": default, "help": what}
+        if metavar:
+            given["metavar"] = metavar
+        first = default
+        if isinstance(default, list | tuple) and "action" not in more:
+            given["nargs"], first = "+", default[0] if default else None
+        if default is False and not kind:
+            given["action"] = "store_true"
+        elif isinstance(first, int | float):
+            given["type"] = type(first)
+        if kind:
+            given["type" if callable(kind) else "choices"] = kind
+        parser.add_argument(name, **given | more)
+
+    return option
 
 
 def nbytes(text: str) -> int:
@@ -107,41 +142,19 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "layout of a page", "pass a model, or the dimensions that one rank stores"
     )
-    group.add_argument(
-        "--model",
-        metavar="NAME",
-        help="name of the model, stored in the pool: pages of other models never match. Its"
-        " dimensions are read from config.json, in a folder or in Hugging Face's local cache;"
-        f" built in: {', '.join(sorted(MODELS))}",
-    )
-    group.add_argument(
-        "--any-model",
-        action="store_true",
-        help="use instead of --model; then pages of any model with these dimensions match",
-    )
-    group.add_argument(
-        "--weights", default="", metavar="VERSION", help="version of the weights, also stored"
-    )
-    group.add_argument("--layers", type=positive, metavar="N", help="layers of the model")
-    group.add_argument("--kv-heads", type=positive, metavar="N", help="KV heads of this rank")
-    group.add_argument("--head-dim", type=positive, metavar="N", help="elements per head")
-    group.add_argument(
-        "--mla", type=_mla, metavar="KV_LORA_RANK:ROPE_DIM", help="latent attention, e.g. 512:64"
-    )
-    group.add_argument(
-        "--page-size",
-        type=positive,
-        default=PAGE_SIZE,
-        metavar="TOKENS",
-        help="tokens per page; a page is one object",
-    )
-    group.add_argument(
-        "--dtype",
-        choices=sorted(ITEMSIZE_NBYTES),
-        default=DTYPE,
-        metavar="TYPE",
-        help="element type: %(choices)s",
-    )
+    option = options(group)
+    what = "name of the model, stored in the pool: pages of other models never match. Its"
+    what += " dimensions are read from config.json, in a folder or in Hugging Face's local cache;"
+    option("--model NAME", None, f"{what} built in: {', '.join(sorted(MODELS))}")
+    what = "use instead of --model; then pages of any model with these dimensions match"
+    option("--any-model", False, what)
+    option("--weights VERSION", "", "version of the weights, also stored")
+    option("--layers N", None, "layers of the model", positive)
+    option("--kv-heads N", None, "KV heads of this rank", positive)
+    option("--head-dim N", None, "elements per head", positive)
+    option("--mla KV_LORA_RANK:ROPE_DIM", None, "latent attention, e.g. 512:64", _mla)
+    option("--page-size TOKENS", PAGE_SIZE, "tokens per page; a page is one object", positive)
+    option("--dtype TYPE", DTYPE, "element type: %(choices)s", sorted(ITEMSIZE_NBYTES))
 
 
 def layout_of(args: argparse.Namespace) -> KVLayout:

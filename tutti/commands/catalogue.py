@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tutti.archive import ImportResult, chains_of, export_objects, import_objects
-from tutti.arguments import above_zero, positive
+from tutti.arguments import above_zero, options, positive
 from tutti.base.arrays import Keys
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
@@ -45,46 +45,31 @@ def _add_pool(parser: argparse.ArgumentParser, name: str, more: str) -> None:
         metavar="POOL",
         help="file, folder or device of a closed pool, or unix:SOCKET of an agent",
     )
-    parser.add_argument(
-        "--member",
-        dest="members",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="another file, folder or device of the same pool; repeat it for each",
-    )
+    what = "another file, folder or device of the same pool; repeat it for each"
+    options(parser)("--member PATH", [], what, dest="members", action="append")
     add_pool_name(parser)
 
 
 def add_pool_name(parser: argparse.ArgumentParser) -> None:
     """Adds `--pool`."""
-    parser.add_argument(
-        "--pool",
-        dest="name",
-        default="",
-        metavar="NAME",
-        help="name of one of the agent's pools, or its first letters; `tutti ls` lists the names",
-    )
+    what = "name of one of the agent's pools, or its first letters; `tutti ls` lists the names"
+    options(parser)("--pool NAME", "", what, dest="name")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     key = "32 hexadecimal digits, as `tutti ls` shows; the exit code is 1 if one is not in the pool"
     parser.add_argument("keys", nargs="*", metavar="KEY", help=key)
-    parser.add_argument("--namespace", metavar="NAME", help="all objects of this namespace")
-    parser.add_argument(
-        "--tokens", metavar="FILE", help="file of token ids: selects the pages of this prompt"
-    )
-    parser.add_argument(
-        "--chain", action="store_true", help="include all pages that follow in the same chains"
-    )
+    option = options(parser)
+    option("--namespace NAME", None, "all objects of this namespace")
+    option("--tokens FILE", None, "file of token ids: selects the pages of this prompt")
+    option("--chain", False, "include all pages that follow in the same chains")
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser, "ls", "--namespace team")
-    parser.add_argument("--namespace", metavar="NAME", help="show this namespace only")
-    parser.add_argument(
-        "--limit", type=positive, default=_LISTED, metavar="N", help="chains to show, longest first"
-    )
+    option = options(parser)
+    option("--namespace NAME", None, "show this namespace only")
+    option("--limit N", _LISTED, "chains to show, longest first", positive)
     parser.set_defaults(run=ls)
 
 
@@ -97,26 +82,23 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 def add_pin(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser, "pin", "00112233445566778899aabbccddeeff --chain")
     _add_keys(parser)
-    parser.add_argument("--undo", action="store_true", help="unpin them")
-    parser.add_argument(
-        "--ttl", type=above_zero, metavar="SECONDS", help="also remove them after this time"
-    )
+    option = options(parser)
+    option("--undo", False, "unpin them")
+    option("--ttl SECONDS", None, "also remove them after this time", above_zero)
     parser.set_defaults(run=pin)
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser, "export", "--namespace docs --out docs.tkv")
     _add_keys(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", help="file to create")
+    options(parser)("--out FILE", None, "file to create", required=True)
     parser.set_defaults(run=export)
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser, "import", "docs.tkv --namespace docs")
     parser.add_argument("file", metavar="FILE", help="file that `tutti export` wrote")
-    parser.add_argument(
-        "--namespace", default="", metavar="NAME", help="namespace of the imported objects"
-    )
+    options(parser)("--namespace NAME", "", "namespace of the imported objects")
     parser.set_defaults(run=import_)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tutti.arguments import options
 from tutti.base.terminal import progress
 from tutti.base.units import MiB, format_nbytes
 from tutti.commands.bench import bench_module
@@ -60,10 +61,9 @@ _QUICK = _Size(4, 1, 128 * MiB, 100, launches=1)
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
-    parser.add_argument(
-        "--dir", default=".tutti-demo", help="folder for pools and results, created if missing"
-    )
-    parser.add_argument("--quick", action="store_true", help="a few seconds with small pools")
+    option = options(parser)
+    option("--dir", ".tutti-demo", "folder for pools and results, created if missing")
+    option("--quick", False, "a few seconds with small pools")
     parser.set_defaults(run=run_demo)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tutti import store
-from tutti.arguments import add_paths, natural, positive
+from tutti.arguments import add_paths, natural, options, positive
 from tutti.base.terminal import facts, progress, table
 from tutti.base.units import format_nbytes
 from tutti.commands.members import existing_members
@@ -37,16 +37,12 @@ The exit code is 1 when unrepaired damage remains."""
 def add_fsck(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
-    parser.add_argument("--repair", action="store_true", help="remove damaged objects")
-    parser.add_argument(
-        "--reuse-quarantined",
-        action="store_true",
-        help="free the slots that are out of use because of earlier damage",
-    )
-    parser.add_argument(
-        "--sample", type=positive, metavar="N", help="verify only N objects drawn at random"
-    )
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the random sample")
+    option = options(parser)
+    option("--repair", False, "remove damaged objects")
+    what = "free the slots that are out of use because of earlier damage"
+    option("--reuse-quarantined", False, what)
+    option("--sample N", None, "verify only N objects drawn at random", positive)
+    option("--seed", 0, "seed of the random sample", natural)
     parser.set_defaults(run=run_fsck)
 
 

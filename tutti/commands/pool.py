@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tutti import store
-from tutti.arguments import add_layout, add_paths, layout_of, nbytes, say_capacity
+from tutti.arguments import add_layout, add_paths, layout_of, nbytes, options, say_capacity
 from tutti.base.terminal import Progress, facts, table
 from tutti.base.units import format_nbytes
 from tutti.commands.members import check_exist, existing_members
@@ -86,31 +86,16 @@ _STATES = {
 def add_format(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _FORMAT, _FORMAT_EXAMPLE
     add_paths(parser)
-    parser.add_argument(
-        "--capacity", type=nbytes, metavar="SIZE", help="total size of the pool, e.g. 64GiB"
-    )
-    parser.add_argument(
-        "--for-server",
-        action="store_true",
-        help="label devices for SGLang, which then creates its own pools on them; creates none now",
-    )
+    option = options(parser)
+    option("--capacity SIZE", None, "total size of the pool, e.g. 64GiB", nbytes)
+    what = "label devices for SGLang, which then creates its own pools on them; creates none now"
+    option("--for-server", False, what)
     add_layout(parser)
-    parser.add_argument(
-        "--prewrite",
-        action="store_true",
-        help="write every byte once now, so that first writes run at full speed",
-    )
-    parser.add_argument(
-        "--force",
-        action="append",
-        nargs="?",
-        const=True,
-        default=[],
-        metavar="SERIAL",
-        type=_serial,
-        help="overwrite existing files; to overwrite a drive, pass its serial number, once per"
-        " drive. Their contents are destroyed",
-    )
+    what = "write every byte once now, so that first writes run at full speed"
+    option("--prewrite", False, what)
+    what = "overwrite existing files; to overwrite a drive, pass its serial number, once per"
+    what += " drive. Their contents are destroyed"
+    option("--force SERIAL", [], what, _serial, action="append", nargs="?", const=True)
     parser.set_defaults(run=run_format)
 
 

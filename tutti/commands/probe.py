@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tutti.arguments import options
 from tutti.base.terminal import facts, table
 from tutti.base.units import format_nbytes
 from tutti.commands.outcome import CommandResult
@@ -32,11 +33,8 @@ _SCHEDULERS = {
 
 def add_probe(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
-    parser.add_argument(
-        "--path",
-        default=".",
-        help="folder, file or block device on the disk to probe (default: this folder)",
-    )
+    what = "folder, file or block device on the disk to probe (default: this folder)"
+    options(parser)("--path", ".", what)
     parser.set_defaults(run=run_probe)
 
 

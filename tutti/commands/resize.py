@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tutti.arguments import add_paths, nbytes, say_capacity
+from tutti.arguments import add_paths, nbytes, options, say_capacity
 from tutti.base.terminal import Progress
 from tutti.commands.members import existing_members
 from tutti.commands.outcome import CommandResult
@@ -27,12 +27,9 @@ example:
 def add_resize(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     add_paths(parser)
-    parser.add_argument(
-        "--capacity", type=nbytes, required=True, metavar="SIZE", help="new total size of the pool"
-    )
-    parser.add_argument(
-        "--through", metavar="FOLDER", help="for devices: folder for a temporary copy of the pool"
-    )
+    option = options(parser)
+    option("--capacity SIZE", None, "new total size of the pool", nbytes, required=True)
+    option("--through FOLDER", None, "for devices: folder for a temporary copy of the pool")
     parser.set_defaults(run=run)
 
 

@@ -9,10 +9,11 @@ import importlib.util
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
-from tutti.arguments import named_nbytes, nbytes, say_capacity
+from tutti.arguments import named_nbytes, nbytes, options, say_capacity
 from tutti.base.checks import socket_path
 from tutti.base.terminal import facts
 from tutti.base.units import format_nbytes
@@ -41,15 +42,6 @@ With --folder pools are created as servers ask for them; in SGLang, set the opti
 "path": "unix:/run/user/1000/tutti.sock"."""
 
 
-class _PoolOption(NamedTuple):
-    """The option for a field of StoreConfig, which checks the value."""
-
-    metavar: str | None
-    choices: Sequence[str] | None
-    read: Callable[[str], Any]
-    meaning: str
-
-
 def _yes_or_no(text: str) -> bool:
     """An argparse type; TOML's true and false are taken, too."""
     known = {"yes": True, "true": True, "no": False, "false": False}
@@ -59,37 +51,6 @@ def _yes_or_no(text: str) -> bool:
 
 
 _DEFAULTS = StoreConfig()
-#: By field of StoreConfig; without those of the engine, because clients have engines of their own.
-_POOL_OPTIONS: Mapping[str, _PoolOption] = {
-    "verify": _PoolOption(None, VERIFY, str, "which loads to verify"),
-    "durability": _PoolOption(
-        None, DURABILITY, str, "stored pages survive a crash of the process, or also a power loss"
-    ),
-    "eviction": _PoolOption(
-        None, sorted(POLICIES), str, "policy that chooses the objects to evict when a pool is full"
-    ),
-    "timeout_s": _PoolOption(
-        "SECONDS", None, float, "deadline of a command to the drive, of clients' as well"
-    ),
-    "pin_lookups": _PoolOption(
-        "N", None, int, "later look-ups of a client during which a page it found is not evicted"
-    ),
-    "pin_share": _PoolOption(
-        "SHARE", None, float, "share of a pool, 0 to 1, that all pins together may protect"
-    ),
-    "digest_cache_nbytes": _PoolOption(
-        "SIZE", None, nbytes, "memory of each pool for digests of recent objects"
-    ),
-    "write_budget": _PoolOption(
-        "SIZE", None, nbytes, "limit on bytes written to each pool per day"
-    ),
-    "degraded": _PoolOption(
-        "yes|no", None, _yes_or_no, "open a pool without its missing members; their objects miss"
-    ),
-    "any_owner": _PoolOption(
-        "yes|no", None, _yes_or_no, "accept files that other users can change, and what they serve"
-    ),
-}
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -97,59 +58,56 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="*", metavar="PATH", help="all members of one pool, always in the same order"
     )
-    parser.add_argument("--folder", metavar="DIR", help="folder of pools, one per layout")
-    parser.add_argument(
-        "--capacity",
-        type=nbytes,
-        default=0,
-        metavar="SIZE",
-        help="limit on the total size of the pools in the folder; PATH keeps its own size",
-    )
-    parser.add_argument(
-        "--socket", required=True, metavar="PATH", help="Unix socket to listen on (mode 0600)"
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="[HOST:]PORT",
-        help="serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)",
-    )
-    parser.add_argument("--group", metavar="NAME", help="let members of this group connect, too")
-    pools = parser.add_argument_group("settings of every pool")
-    for name, (metavar, choices, read, meaning) in _POOL_OPTIONS.items():
-        pools.add_argument(
-            _option(name),
-            dest=name,
-            type=read,
-            choices=choices,
-            metavar=metavar,
-            default=getattr(_DEFAULTS, name),
-            help=f"{meaning} (default: {_shown(name)})",
-        )
-    for option, meaning in (
+    option = options(parser)
+    option("--folder DIR", None, "folder of pools, one per layout")
+    what = "limit on the total size of the pools in the folder; PATH keeps its own size"
+    option("--capacity SIZE", 0, what, nbytes)
+    option("--socket PATH", None, "Unix socket to listen on (mode 0600)", required=True)
+    what = "serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)"
+    option("--metrics [HOST:]PORT", None, what)
+    option("--group NAME", None, "let members of this group connect, too")
+    _add_pool_options(parser)
+    option("--executor", "auto", "how files are read and written", ("auto", "uring", "threads"))
+    what = "share pages with other nodes through a Mooncake Store; with ?tenants=A,B pages of"
+    what += " these namespaces go to its tenants A and B; other options: docs/cluster.md"
+    option("--remote mooncake://HOST:PORT", None, what)
+    parser.set_defaults(run=run)
+
+
+def _add_pool_options(parser: argparse.ArgumentParser) -> None:
+    """Adds options for fields of StoreConfig, which checks the values; none for those of the
+    engine, because clients have engines of their own.
+    """
+    option = options(parser.add_argument_group("settings of every pool"))
+
+    def of(field: str, name: str, kind: Callable[[str], Any] | Sequence[str], meaning: str) -> None:
+        meaning += f" (default: {_shown(field)})"
+        option(name, getattr(_DEFAULTS, field), meaning, kind, dest=field)
+
+    of("verify", "--verify", VERIFY, "which loads to verify")
+    what = "stored pages survive a crash of the process, or also a power loss"
+    of("durability", "--durability", DURABILITY, what)
+    what = "policy that chooses the objects to evict when a pool is full"
+    of("eviction", "--eviction", sorted(POLICIES), what)
+    what = "deadline of a command to the drive, of clients' as well"
+    of("timeout_s", "--timeout SECONDS", float, what)
+    what = "later look-ups of a client during which a page it found is not evicted"
+    of("pin_lookups", "--pin-lookups N", int, what)
+    what = "share of a pool, 0 to 1, that all pins together may protect"
+    of("pin_share", "--pin-share SHARE", float, what)
+    what = "memory of each pool for digests of recent objects"
+    of("digest_cache_nbytes", "--digest-cache SIZE", nbytes, what)
+    of("write_budget", "--write-budget SIZE", nbytes, "limit on bytes written to each pool per day")
+    what = "open a pool without its missing members; their objects miss"
+    of("degraded", "--degraded yes|no", _yes_or_no, what)
+    what = "accept files that other users can change, and what they serve"
+    of("any_owner", "--any-owner yes|no", _yes_or_no, what)
+    for name, what in (
         ("--quota", "limit on a namespace's bytes per pool; over it, its own objects are evicted"),
         ("--write-quota", "limit on bytes that a namespace writes to each pool per day"),
     ):
-        pools.add_argument(
-            option,
-            type=named_nbytes,
-            action="append",
-            default=[],
-            metavar="NAME=SIZE",
-            help=f"{meaning} (may be repeated)",
-        )
-    parser.add_argument(
-        "--executor",
-        choices=("auto", "uring", "threads"),
-        default="auto",
-        help="how files are read and written",
-    )
-    parser.add_argument(
-        "--remote",
-        metavar="mooncake://HOST:PORT",
-        help="share pages with other nodes through a Mooncake Store; with ?tenants=A,B pages of"
-        " these namespaces go to its tenants A and B; other options: docs/cluster.md",
-    )
-    parser.set_defaults(run=run)
+        what += " (may be repeated)"
+        option(f"{name} NAME=SIZE", [], what, named_nbytes, action="append")
 
 
 def run(args: argparse.Namespace) -> CommandResult:
@@ -198,13 +156,8 @@ def _remote(url: str | None) -> RemoteConfig | None:
 
 
 def _config(args: argparse.Namespace) -> StoreConfig:
-    given = {name: getattr(args, name) for name in _POOL_OPTIONS}
+    given = {f.name: getattr(args, f.name) for f in fields(StoreConfig) if f.name in args}
     return StoreConfig(**given, quotas=_quotas(args.quota, args.write_quota))
-
-
-def _option(field: str) -> str:
-    """`digest_cache_nbytes` is `--digest-cache`: its values have units of their own."""
-    return "--" + field.removesuffix("_nbytes").removesuffix("_s").replace("_", "-")
 
 
 def _shown(field: str) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from tutti.arguments import above_zero, positive
+from tutti.arguments import above_zero, options, positive
 from tutti.base.checks import seconds
 from tutti.base.histogram import BOUNDS_S, quantile_s
 from tutti.base.terminal import facts
@@ -45,10 +45,9 @@ def add_stat(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.add_argument("pool", metavar="unix:SOCKET", help="socket of an agent")
     add_pool_name(parser)
-    parser.add_argument("--watch", type=above_zero, metavar="SECONDS", help="length of an interval")
-    parser.add_argument(
-        "--count", type=positive, metavar="N", help="stop after N intervals (default: never)"
-    )
+    option = options(parser)
+    option("--watch SECONDS", None, "length of an interval", above_zero)
+    option("--count N", None, "stop after N intervals (default: never)", positive)
     parser.set_defaults(run=stat)
 
 
