@@ -41,6 +41,7 @@ from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, te
 from tutti.bench.prepared_read import PreparedRead
 from tutti.bench.shape import parse_shape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import is_generic
@@ -85,11 +86,10 @@ _Measure = Callable[[bool], dict[str, float]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument("--calls", type=int, default=80, help="calls of each kind")
-    parser.add_argument("--rounds", type=int, default=31, help="puts of one page")
-    parser.add_argument(
-        "--capacity", type=arguments.nbytes, default=GiB // 2, help="size of each pool"
-    )
+    option = options(parser)
+    option("--calls", 80, "calls of each kind")
+    option("--rounds", 31, "puts of one page")
+    option("--capacity", GiB // 2, "size of each pool", arguments.nbytes)
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from tutti.bench.members import beside, refuse
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.shape import KvPageShape
 from tutti.bench.statistics import bootstrap_median, interval_text, median, ratios
+from tutti.bench.writable import options
 from tutti.errors import CapacityError, ConfigError, MediumError
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import Extents
@@ -55,25 +56,14 @@ _LATE_NS = 100_000  # a sleep ends about this late, so the last part of a wait i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_place_arguments(parser)
-    parser.add_argument("--layers", type=int, default=32, help="layers of a page")
-    parser.add_argument("--slice", default="256KiB", help="bytes of a page in one layer")
-    parser.add_argument(
-        "--pages", nargs="+", type=int, default=[1, 4, 16, 64], help="pages per load"
-    )
-    parser.add_argument("--rounds", type=int, default=36, help="measurements per number of pages")
-    parser.add_argument(
-        "--warm",
-        type=float,
-        default=5.0,
-        help="seconds of loads before measuring, in which the window adapts",
-    )
-    parser.add_argument(
-        "--compute",
-        nargs="*",
-        type=float,
-        default=[0.25, 0.5, 1.0, 2.0, 4.0],
-        help="computation time per layer, as a multiple of the time to load one",
-    )
+    option = options(parser)
+    option("--layers", 32, "layers of a page")
+    option("--slice", "256KiB", "bytes of a page in one layer")
+    option("--pages", [1, 4, 16, 64], "pages per load")
+    option("--rounds", 36, "measurements per number of pages")
+    option("--warm", 5.0, "seconds of loads before measuring, in which the window adapts")
+    what = "computation time per layer, as a multiple of the time to load one"
+    option("--compute", [0.25, 0.5, 1.0, 2.0, 4.0], what, nargs="*")
 
 
 @dataclass(frozen=True)

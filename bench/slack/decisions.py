@@ -23,6 +23,7 @@ from tutti.bench.slack.conditions import CONDITIONS
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import KINDS, generate
 from tutti.bench.statistics import median
+from tutti.bench.writable import options
 from tutti.errors import ConfigError
 from tutti.scheduler.event import Event
 from tutti.scheduler.loads_and_writes import Profile
@@ -78,13 +79,12 @@ def _clock_ns() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("--dir", type=Path, default=".", help="folder for the pool's file")
-    parser.add_argument(
-        "--requests", type=positive, default=100, help="requests to the simulated server"
-    )
-    parser.add_argument("--rounds", type=positive, default=6, help="rounds of the pool")
-    parser.add_argument("--repeats", type=positive, default=3, help="measurements of each")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the requests")
+    option = options(parser)
+    option("--dir", ".", "folder for the pool's file", Path)
+    option("--requests", 100, "requests to the simulated server", positive)
+    option("--rounds", 6, "rounds of the pool", positive)
+    option("--repeats", 3, "measurements of each", positive)
+    option("--seed", 1, "seed of the requests")
 
 
 def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
