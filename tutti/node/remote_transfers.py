@@ -30,18 +30,51 @@ from tutti.transfers.tickets import PutProgress
 from tutti.transfers.writer import Writer
 
 
-class RemoteJob:
+class Planned:
+    """What a client reports; it ends once.
+
+    pages: their number.  layers: number of digests that the client computes per page; 0 for none.
+    """
+
+    def __init__(self, pages: int, layers: int = 0) -> None:
+        self._count, self._computed = pages, layers
+
+    def finish(self, status: bytes, digests: bytes) -> None:
+        """Ends with the client's report.  Raises ConfigError if the number of statuses or digests
+        is wrong.
+        """
+        statuses = statuses_of(status, self._count)
+        computed = None
+        if self._computed and not statuses.all():
+            expected = 8 * self._computed * self._count
+            if len(digests) != expected:
+                raise ConfigError(f"{len(digests)} bytes of digests, expected {expected}")
+            computed = np.frombuffer(bytearray(digests), "<u8").reshape(-1, self._computed)
+        self._end(statuses, computed)
+
+    def fail(self, status: int) -> None:
+        """Ends with one status for all pages, after the client is gone."""
+        self._end(np.full(self._count, status, np.uint32), None)
+
+    def _end(self, statuses: U32, digests: U64 | None) -> None:
+        """digests: (pages, layers); None if the client computes none, or moved no page."""
+        raise NotImplementedError
+
+
+class RemoteJob(Planned):
     """Pages that a client moves.  See gio_uring's Transfer.
 
     page_status: u32 (pages,), as the client reported; final once released.
     """
 
     def __init__(self, slots: Slots, pages: U32, options: TransferOptions) -> None:
+        self._digests = options.get("digests")
+        self._compare = bool(options.get("compare"))
+        layers = 0 if self._digests is None or self._compare else self._digests.shape[1]
+        super().__init__(pages.size, layers)
         self.page_status: U32 = np.zeros(pages.size, np.uint32)
         self._slots = slots
         self._pages = pages
-        self._digests = options.get("digests")
-        self._compare = bool(options.get("compare"))
         self._on_released = options.get("on_released")
         self._released = Latch()
         self._lock = threading.Lock()
@@ -60,21 +93,8 @@ class RemoteJob:
             whole,
         )
 
-    def finish(self, status: bytes, digests: bytes) -> None:
-        """Ends the job with the client's report.  A second report has no effect.
-
-        Raises ConfigError if the number of statuses or digests is wrong.
-        """
-        statuses = statuses_of(status, self._pages.size)
-        wanted = None if self._compare else self._digests
-        computed = None if wanted is None else _computed(digests, statuses, wanted.shape[1])
-        self._end(statuses, computed)
-
-    def fail(self, status: int) -> None:
-        """Ends the job with one status for all pages, after the client is gone."""
-        self._end(np.full(self._pages.size, status, np.uint32), None)
-
     def _end(self, statuses: U32, digests: U64 | None) -> None:
+        """A second end has no effect."""
         with self._lock:
             if self._released.is_set():
                 return
@@ -141,60 +161,29 @@ class PlannedMemory:
         return job
 
 
-class PlannedLoad:
+class PlannedLoad(Planned):
     """The only job of a load that a client carries out; its digests, if needed, are known."""
 
     def __init__(self, loader: Loader, plan: LoadPlan) -> None:
+        super().__init__(plan.slots.size)
         self._loader, self._plan = loader, plan
         self._begun_s = time.monotonic()
 
-    def finish(self, status: bytes, digests: bytes) -> None:
-        """See RemoteJob."""
-        statuses = statuses_of(status, self._plan.slots.size)
-        self._loader.moved_elsewhere(self._plan, statuses, self._begun_s)
-
-    def fail(self, status: int) -> None:
-        """See RemoteJob."""
-        statuses = np.full(self._plan.slots.size, status, np.uint32)
+    def _end(self, statuses: U32, digests: U64 | None) -> None:
         self._loader.moved_elsewhere(self._plan, statuses, self._begun_s)
 
 
-class PlacedPut:
-    """The only job of a put that a client carries out.
-
-    layers: number of digests to compute per page; 0 for none.  over: called with the outcome.
-    """
+class PlacedPut(Planned):
+    """The only job of a put that a client carries out.  over: called with the outcome."""
 
     def __init__(
         self, writer: Writer, put: PlannedPut, layers: int, over: Callable[[PutProgress], None]
     ) -> None:
-        self._writer, self._put, self._layers, self._over = writer, put, layers, over
-
-    def finish(self, status: bytes, digests: bytes) -> None:
-        """See RemoteJob."""
-        statuses = statuses_of(status, self._put.chain.count)
-        self._end(statuses, _computed(digests, statuses, self._layers) if self._layers else None)
-
-    def fail(self, status: int) -> None:
-        """See RemoteJob."""
-        self._end(np.full(self._put.chain.count, status, np.uint32), None)
+        super().__init__(put.chain.count, layers)
+        self._writer, self._put, self._over = writer, put, over
 
     def _end(self, statuses: U32, digests: U64 | None) -> None:
         self._writer.written_elsewhere(self._put, statuses, digests, self._over)
-
-
-def _computed(digests: bytes, statuses: U32, layers: int) -> U64 | None:
-    """Digests (n, layers) from their bytes; None if no page was moved.  Raises ConfigError."""
-    if statuses.all():
-        return None
-    expected = 8 * layers * statuses.size
-    if len(digests) != expected:
-        raise ConfigError(f"{len(digests)} bytes of digests, expected {expected}")
-    return np.frombuffer(bytearray(digests), "<u8").reshape(statuses.size, layers)
-
-
-#: What a client reports; each ends once.
-Planned = RemoteJob | PlannedLoad | PlacedPut
 
 
 class JobTable:
