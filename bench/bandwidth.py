@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tutti.arguments import PAGE_SIZE, above_zero, natural, positive
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import GiB, parse_nbytes
 from tutti.bench import pool_file
 from tutti.bench.environment import describe
@@ -220,10 +220,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f"verify {result['verify']}, durability {result['durability']}"
     ]
     return notes + ([f"WRONG BYTES in {result['wrong']} pages"] if result["wrong"] else [])
-
-
-def report(result: dict[str, Any]) -> str:
-    return "\n".join([table(list(HEAD), rows_of(result)), *notes_of(result)])
 
 
 def _note(row: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from tutti.arguments import positive
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.bench import belady, eviction_bounds
 from tutti.bench.environment import describe
 from tutti.bench.eviction_pool import GROUP_SLOTS, GROUPS, WINDOW, Pool, play
@@ -155,11 +155,6 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             for each in result["published"]
         ]
     )
-
-
-def report(result: dict[str, Any]) -> str:
-    """A table for people, and the bars that were missed."""
-    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 
 def gained(cell: dict[str, Any]) -> float:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tutti import arguments
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse, temporary_members
@@ -411,7 +411,3 @@ def bounds_of(result: dict[str, Any]) -> list[str]:
             f" bar {bar:g}: {verdict}"
         )
     return notes
-
-
-def report(result: dict[str, Any]) -> str:
-    return "\n".join([table(HEAD, [list(row) for row in rows_of(result)]), *notes_of(result)])

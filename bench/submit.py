@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import MiB
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.counting_driver import CountingDriver, NamedKernels
@@ -100,10 +100,6 @@ def rows_of(result: dict[str, Any]) -> list[list[object]]:
 
 def notes_of(result: dict[str, Any]) -> list[str]:
     return [str(result["source"])]
-
-
-def report(result: dict[str, Any]) -> str:
-    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])
 
 
 def measure(way: str, pages: int, repeats: int) -> dict[str, Any]:

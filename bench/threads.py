@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from tutti.base.arrays import U64
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.controller_memory import MemoryController
 from tutti.bench.environment import describe
@@ -436,7 +436,3 @@ def _verdicts(rows: list[dict[str, Any]], controls: list[dict[str, Any]]) -> lis
             said = "NOT REACHED, which is the limit of this machine's second processor"
         lines.append(f"{row['work']}, {_DRIVES_BAR:g} times with two drives: {said}")
     return lines
-
-
-def report(result: dict[str, Any]) -> str:
-    return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])

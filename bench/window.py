@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tutti.base.interrupts import uninterrupted
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB, parse_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse
@@ -463,7 +463,3 @@ def _against(found: Sequence[Mapping[str, float]], bar: float, *, is_least: bool
     return ", ".join(
         f"{interval_text(one, 2)} {_verdict(one, bar, is_least=is_least)}" for one in found
     )
-
-
-def report(result: dict[str, Any]) -> str:
-    return "\n".join([table(list(HEAD), [list(row) for row in rows_of(result)]), *notes_of(result)])

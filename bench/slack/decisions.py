@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tutti.arguments import positive
-from tutti.base.terminal import ProgressFactory, table
+from tutti.base.terminal import ProgressFactory
 from tutti.bench.environment import describe
 from tutti.bench.simulate.hardware import machine
 from tutti.bench.slack import file as slack_file
@@ -174,8 +174,3 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         f" of {result['repeats']} repeats, CPU time of the thread that decides, less what the clock"
         " itself takes"
     ]
-
-
-def report(result: dict[str, Any]) -> str:
-    """For people."""
-    return "\n".join([table(HEAD, rows_of(result)), *notes_of(result)])

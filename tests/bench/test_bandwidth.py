@@ -16,6 +16,7 @@ from tutti.bench.compare.churn import churn
 from tutti.bench.file_per_object import FilePerObject
 from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape
+from tutti.commands.bench import report_of
 from tutti.errors import CapacityError, ConfigError, PoolExists
 from tutti.medium.geometry import Geometry
 from tutti.memory.host_memory import HostMemory
@@ -45,10 +46,10 @@ def test_every_phase(tmp_path: Path) -> None:
     assert mixed["nbytes"] >= 2 * asked_nbytes
     assert layerwise["nbytes"] >= layerwise["prefix_pages"] * OBJECT_NBYTES > 0
     assert retrieve["mean_run_length"] >= 1
-    text = bandwidth.report(result)
+    text = report_of(bandwidth, result)
     assert "2x16KiB" in text
     assert "WRONG" not in text
-    assert "WRONG BYTES in 2 pages" in bandwidth.report(result | {"wrong": 2})
+    assert "WRONG BYTES in 2 pages" in report_of(bandwidth, result | {"wrong": 2})
     assert not list(tmp_path.iterdir()), "the pool was left behind"
 
 
@@ -64,7 +65,7 @@ def test_context_lengths(tmp_path: Path) -> None:
         (512, "retrieve", 8),
     ]
     assert result["wrong"] == 0
-    assert "512 tokens a prompt" in bandwidth.report(result)
+    assert "512 tokens a prompt" in report_of(bandwidth, result)
     with pytest.raises(ConfigError, match="less than two such prompts"):
         bandwidth.run(arguments(*SMALL, "--contexts", "65536", "--dir", str(tmp_path)), progress)
 

@@ -19,6 +19,7 @@ from tutti.bench.eviction_pool import Pool, _Parts
 from tutti.bench.replay import Replayer
 from tutti.bench.shape import KvPageShape
 from tutti.bench.traces import Synthetic, TraceRequest, block_keys, generate
+from tutti.commands.bench import report_of
 from tutti.errors import ConfigError
 from tutti.medium.geometry import Geometry
 from tutti.placement.eviction import POLICIES, EvictionView
@@ -157,7 +158,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert [c["policy"] for c in result["cells"]] == [*sorted(POLICIES), "groups"]
     for c in result["cells"]:
         assert 0 < c["hit_rate"] <= c["minimum_hit_rate"] <= c["unlimited_hit_rate"]
-    assert "mean run" in eviction.report(result)
+    assert "mean run" in report_of(eviction, result)
     with pytest.raises(ConfigError):
         eviction.run(parser.parse_args(["--capacity", "0"]), progress)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tutti import cli
 from tutti.bench import submit
+from tutti.commands.bench import report_of
 from tutti.gio_uring.gpu.device_batch import TableImage
 
 FEW, MANY = 128, 2048
@@ -77,5 +78,5 @@ def test_a_layer_below_the_noise_is_not_given_a_time(
 
     monkeypatch.setattr(submit, "costs_of", costs_of)
     row = submit.measure("launch", 16, 2)
-    assert is_said in submit.report({"rows": [row], "source": ""})
+    assert is_said in report_of(submit, {"rows": [row], "source": ""})
     assert row["batch_us"] == pytest.approx(120.0 if "below" in is_said else 40.0)

@@ -9,6 +9,7 @@ import pytest
 from tutti import cli
 from tutti.base.units import KiB, MiB
 from tutti.bench import threads
+from tutti.commands.bench import report_of
 
 
 def test_verified_loads_are_shown_beside_their_bound(
@@ -24,7 +25,7 @@ def test_verified_loads_are_shown_beside_their_bound(
     beside, offloaded, scales = threads.notes_of(result)[:3]
     assert "(bar 0.97): " in beside and beside.endswith("GB/s): 0.70 [0.60, 0.80]")
     assert "(bar 1.7): copies " in scales and ", in caches " in scales
-    assert beside in threads.report(result) and scales in threads.report(result)
+    assert beside in report_of(threads, result) and scales in report_of(threads, result)
     (worker,) = (row for row in result["rows"] if row["digest_workers"])
     assert 0 <= worker["digests_offloaded"] <= worker["verified_commands"] == 3 * 2 * 4 * 16 * 16
     assert f"{worker['digests_offloaded']} of 6144 commands" in offloaded
@@ -37,7 +38,7 @@ def test_verified_loads_are_shown_beside_their_bound(
     assert all(row["one_gb_per_s"]["median"] > 0 for row in bound["pinned"])
     assert all(row["two_over_one_by_cpu_time"]["low"] > 0 for row in bound["pinned"])
     assert len(bound["stolen_cores"]) == 3
-    assert scales in threads.report(result)
+    assert scales in report_of(threads, result)
 
 
 def test_calls_of_a_work_have_the_same_middle_in_time() -> None:

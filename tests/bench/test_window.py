@@ -11,6 +11,7 @@ import pytest
 from tutti import cli
 from tutti.base.units import MiB
 from tutti.bench import window
+from tutti.commands.bench import report_of
 
 
 def every_grouping(layers: int) -> list[tuple[int, ...]]:
@@ -59,7 +60,7 @@ def test_the_command_says_what_is_possible(
     assert result["windows"]["fixed again"]["window_nbytes"] == 32 * MiB
     assert [loop["factor"] for loop in result["loops"]] == [0.25, 4.0] * 2
     assert all(min(loop["possible"].values()) > 0 for loop in result["loops"])
-    text = window.report(result)
+    text = report_of(window, result)
     assert "1 pages, computations of 0.25, 4 times a layer's I/O: " in text
     assert "; after an idle time as long as a computation: " in text
     assert window._reach({"possible": {"in_a_row": 1.06, "idle": 1.1}}) == "proven out of reach"

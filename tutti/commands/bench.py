@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tutti.base.checks import open_regular
-from tutti.base.terminal import progress
+from tutti.base.terminal import progress, table
 from tutti.commands.outcome import EXIT_FAILED, EXIT_OK, CommandResult
 from tutti.errors import ConfigError, Unsupported, system_message
 from tutti.pool.places import is_device
@@ -172,6 +172,13 @@ def _check_places(args: argparse.Namespace, *, makes_dir: bool) -> None:
         raise ConfigError(f"cannot use {system_message(error)}") from error
 
 
+def report_of(module: ModuleType, result: dict[str, Any]) -> str:
+    """Text of a bench's result: its own report, or its table and the notes below."""
+    if hasattr(module, "report"):
+        return str(module.report(result))
+    return "\n".join([table(module.HEAD, module.rows_of(result)), *module.notes_of(result)])
+
+
 def _given(args: argparse.Namespace, option: str) -> list[Any]:
     given = getattr(args, option, None)
     return given if isinstance(given, list) else [] if given is None else [given]
@@ -187,9 +194,10 @@ def bench_command(
 ) -> Callable[[argparse.ArgumentParser], None]:
     """Returns a function that adds the command of `tutti.bench.NAME` to a parser.
 
-    The module has `add_arguments`, `run`, which returns the result for JSON, and `report`, which
-    makes text of it.  example: commands, each after two blanks.  exit_code: of a result; by default
-    wrong bytes fail the command.  makes_dir: --dir need not exist.
+    The module has `add_arguments` and `run`, which returns the result for JSON.  Text of it is made
+    by `report`, or from HEAD, `rows_of` and `notes_of`.  example: commands, each after two blanks.
+    exit_code: of a result; by default wrong bytes fail the command.  makes_dir: --dir need not
+    exist.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +208,7 @@ def bench_command(
         def run(args: argparse.Namespace) -> CommandResult:
             _check_places(args, makes_dir=makes_dir)
             result = module.run(args, progress)
-            return CommandResult(result, module.report(result), exit_code(result))
+            return CommandResult(result, report_of(module, result), exit_code(result))
 
         parser.set_defaults(run=run)
 
