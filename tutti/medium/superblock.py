@@ -166,9 +166,9 @@ class Superblock:
         assert len(self.pool_uuid) == 16
         assert 0 < self.generation <= COUNTER_MAX, "the generation is out of range"
         assert 0 < self.next_sequence <= COUNTER_MAX, "the next sequence number is out of range"
-        for name in _OWN_NUMBERS:
+        for name in ("state", *_OWN_NUMBERS):
             row[name] = getattr(self, name)
-        for name in _GEOMETRY_NUMBERS:
+        for name in (*_GEOMETRY_NUMBERS, *_DERIVED_NUMBERS):
             row[name] = getattr(geometry, name)
         row["magic"] = SUPERBLOCK_MAGIC
         row["version"] = FORMAT_VERSION
@@ -235,25 +235,17 @@ class Superblock:
             _require(0 < int(row[name]) <= COUNTER_MAX, f"{name} {row[name]}")
         return cls(
             pool_uuid=row["pool_uuid"].tobytes(),
-            member_index=member_index,
-            members=members,
             geometry=geometry,
             layout_json=layout.decode("ascii"),
-            generation=int(row["generation"]),
-            epoch=int(row["epoch"]),
             state=PoolState(int(row["state"])),
-            created_ns=int(row["created_ns"]),
-            next_sequence=int(row["next_sequence"]),
             snapshot=_read_descriptor(row, geometry),
+            **{name: int(row[name]) for name in _OWN_NUMBERS},
         )
 
 
-_OWN_NUMBERS = (
-    *("generation", "epoch", "state"),
-    *("member_index", "members", "created_ns", "next_sequence"),
-)
+_OWN_NUMBERS = ("generation", "epoch", "member_index", "members", "created_ns", "next_sequence")
+_GEOMETRY_NUMBERS = ("lba_nbytes", "layers", "group_slots", "groups")
 _DERIVED_NUMBERS = ("slice_nlb", "snapshot_offset", "table_offset", "groups_offset")
-_GEOMETRY_NUMBERS = ("lba_nbytes", "layers", "group_slots", "groups", *_DERIVED_NUMBERS)
 
 
 class _Contradiction(Exception):
@@ -270,11 +262,8 @@ def _read_geometry(row: Any) -> Geometry:
     _require(1 <= n_segments <= SEGMENTS_MAX, f"{n_segments} segments")
     _require(not row["segments"][n_segments:].any(), "sizes of unused segments")
     geometry = Geometry(
-        layers=int(row["layers"]),
         segments=tuple(int(nbytes) for nbytes in row["segments"][:n_segments]),
-        lba_nbytes=int(row["lba_nbytes"]),
-        group_slots=int(row["group_slots"]),
-        groups=int(row["groups"]),
+        **{name: int(row[name]) for name in _GEOMETRY_NUMBERS},
     )
     for name in _DERIVED_NUMBERS:
         _require(row[name] == getattr(geometry, name), f"{name} is {row[name]}")
