@@ -60,7 +60,8 @@ def place_of(path: str) -> Place:
         return Place(path, PlaceKind.DEVICE, node_of(PCI_DEVICES / NamedDrive.parse(path).bdf))
     if is_device(path):
         name = device_name(path) if os.path.exists(path) else None
-        return Place(path, PlaceKind.DEVICE, None if name is None else _node_of_block(name))
+        node = None if name is None else _climb(Path("/sys/class/block", name))
+        return Place(path, PlaceKind.DEVICE, node)
     is_file = os.path.isfile(path) or (path.endswith(SUFFIX) and not os.path.isdir(path))
     return Place(path, PlaceKind.FILE if is_file else PlaceKind.FOLDER, _node_of_file(path))
 
@@ -247,10 +248,6 @@ def _node_of_file(path: str) -> int | None:
             continue
         return _climb(Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
     return None
-
-
-def _node_of_block(name: str) -> int | None:
-    return _climb(Path("/sys/class/block", name))
 
 
 def _climb(folder: Path) -> int | None:
