@@ -129,9 +129,8 @@ class HostMemory(Owned):
                     f"layer {layer} has {len(row)} buffers, the layout {len(layout.segments)}"
                 )
             for k, buffer in enumerate(row):
-                if (
-                    len(set(layout.segments)) == 1
-                ):  # others, as scales, have a precision of their own
+                # Segments of several sizes, as scales, have a precision of their own.
+                if len(set(layout.segments)) == 1:
                     _check_elements(layout, buffer)
                 address, nbytes = address_of(buffer)
                 if nbytes < pages * layout.segments[k]:
