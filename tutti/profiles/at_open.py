@@ -248,13 +248,7 @@ def _find(
                         why = str(error)
         if found is not None:
             profile, source = found
-            _log.info(
-                "scheduling with a profile: the medium is %s (%.2f GB/s read, interference %.1f),"
-                " computing is estimated",
-                "from the cache" if source == CACHE else source,
-                profile.read_gb_per_s,
-                profile.interference,
-            )
+            _tell("from the cache" if source == CACHE else source, profile)
             return profile, source
     _log.warning("scheduling with an estimated profile: %s", why)
     return estimated, ESTIMATED
@@ -266,14 +260,18 @@ def _told(speeds: Speeds, document: Mapping[str, Any]) -> tuple[TableProfile, st
         profile = TableProfile({**document, "medium": {}, "io": speeds.io})
     except (LookupError, TypeError) as error:
         raise ProfileError(f"the agent's speeds of the medium cannot be used: {error!r}") from error
+    _tell(f"the agent's, {speeds.source}", profile)
+    return profile, speeds.source
+
+
+def _tell(medium: str, profile: TableProfile) -> None:
     _log.info(
-        "scheduling with a profile: the medium is the agent's, %s (%.2f GB/s read, interference"
-        " %.1f), computing is estimated",
-        speeds.source,
+        "scheduling with a profile: the medium is %s (%.2f GB/s read, interference %.1f), computing"
+        " is estimated",
+        medium,
         profile.read_gb_per_s,
         profile.interference,
     )
-    return profile, speeds.source
 
 
 def _cached(cached: CachedSpeeds, document: Mapping[str, Any]) -> tuple[TableProfile, str] | None:
