@@ -23,7 +23,7 @@ from pathlib import Path
 from tutti import native
 from tutti.errors import Unsupported
 from tutti.gio_uring.controller_file import uring_refusal
-from tutti.gio_uring.drives.mounts import filesystem_of
+from tutti.gio_uring.drives.mounts import filesystem_of, text_of
 from tutti.gio_uring.memory import HUGEPAGE_NBYTES, HostBuffer
 from tutti.gio_uring.tier import DriveFacts, TierFacts, judge_tiers, probe_mapping
 
@@ -213,10 +213,10 @@ def probe_memory(root: Path = Path("/")) -> TransferMemoryFacts:
     for folder in sorted(mm.glob("hugepages/hugepages-*kB")):
         nbytes = int(folder.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
         total, free = (
-            int(_text(folder / name) or 0) for name in ("nr_hugepages", "free_hugepages")
+            int(text_of(folder / name) or 0) for name in ("nr_hugepages", "free_hugepages")
         )
         pools.append((nbytes, total, free))
-    setting = _text(mm / "transparent_hugepage/enabled")
+    setting = text_of(mm / "transparent_hugepage/enabled")
     chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else "missing"
     return TransferMemoryFacts(
         memlock_nbytes=-1 if soft == resource.RLIM_INFINITY else soft,
@@ -314,7 +314,7 @@ def probe_controllers(root: Path = Path("/")) -> tuple[ControllerFacts, ...]:
     """NVMe controllers bound to the kernel's driver, and those bound to vfio-pci."""
     found = [_controller(folder) for folder in sorted((root / "sys/class/nvme").glob("nvme*"))]
     for folder in sorted((root / "sys/bus/pci/drivers/vfio-pci").glob("*:*")):
-        if _text(folder / "class") == _PCI_CLASS_NVME:
+        if text_of(folder / "class") == _PCI_CLASS_NVME:
             found.append(ControllerFacts("", "unknown", folder.name, "vfio-pci", ()))
     return tuple(found)
 
@@ -328,20 +328,20 @@ def _controller(folder: Path) -> ControllerFacts:
     driver = folder / "device/driver"
     return ControllerFacts(
         name=folder.name,
-        model=_text(folder / "model") or "unknown",
-        address=_text(folder / "address"),
+        model=text_of(folder / "model") or "unknown",
+        address=text_of(folder / "address"),
         driver=driver.resolve().name if driver.exists() else "nvme",
         namespaces=tuple(namespaces),
     )
 
 
 def _namespace(folder: Path) -> NamespaceFacts:
-    sectors = int(_text(folder / "size") or 0)
+    sectors = int(text_of(folder / "size") or 0)
     generic = folder.name.replace("nvme", "ng", 1)
     return NamespaceFacts(
         name=folder.name,
         nbytes=sectors * 512,  # sysfs counts sectors of 512 bytes, whatever the LBA size
-        lba_nbytes=int(_text(folder / "queue/logical_block_size") or 0),
+        lba_nbytes=int(text_of(folder / "queue/logical_block_size") or 0),
         character_device=f"/dev/{generic}" if os.path.exists(f"/dev/{generic}") else "",
     )
 
@@ -385,11 +385,3 @@ def _drive_facts(controllers: tuple[ControllerFacts, ...], iommu: IommuFacts) ->
         has_vfio=iommu.vfio,
         has_vfio_pci=iommu.vfio_pci,
     )
-
-
-def _text(path: Path) -> str:
-    """Content of a small file in /proc or /sys; "" if it does not exist."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tutti.errors import Unsupported
 from tutti.gio_uring.dma_source import KNOWN_SOURCES, DmaAddressSource, choose_source
+from tutti.gio_uring.drives.mounts import text_of
 
 #: The first open driver that maps another device's registers on Linux 6.12 and newer
 #: (NVIDIA/open-gpu-kernel-modules, os-mlock.c: follow_pfnmap_start).
@@ -65,10 +66,10 @@ class MappingFacts:
 
 def probe_mapping(root: Path, kernel_release: str, *, is_root: bool) -> MappingFacts:
     """Reads facts about the kernel and the NVIDIA driver from /proc and /sys."""
-    version = _text(root / "proc/driver/nvidia/version")
+    version = text_of(root / "proc/driver/nvidia/version")
     found = re.search(r"\b(\d{3}(?:\.\d+)+)\b", version)
-    parameters = _text(root / "proc/driver/nvidia/params")
-    lockdown = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/security/lockdown"))
+    parameters = text_of(root / "proc/driver/nvidia/params")
+    lockdown = re.search(r"\[(\w+)\]", text_of(root / "sys/kernel/security/lockdown"))
     return MappingFacts(
         is_root=is_root,
         is_open_driver="Open Kernel Module" in version if version else None,
@@ -164,11 +165,3 @@ def _numbers(version: str) -> tuple[int, ...]:
     """(570, 133, 7) of "570.133.07"; ends before the first part that is not a number."""
     leading = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(n) for n in leading[0].split(".")) if leading else ()
-
-
-def _text(path: Path) -> str:
-    """Content of a small file in /proc or /sys; "" if it does not exist."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

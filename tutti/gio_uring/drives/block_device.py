@@ -16,7 +16,7 @@ from pathlib import Path
 from tutti.errors import ConfigError, MediumError, PoolInUse, PoolNotFound
 from tutti.gio_uring.drives.device_content import Force, Held, check_forced, contents
 from tutti.gio_uring.drives.generic_device import block_name, is_generic
-from tutti.gio_uring.drives.mounts import read_mounts
+from tutti.gio_uring.drives.mounts import read_mounts, text_of
 
 _SECTOR_NBYTES = 512  # unit of sizes in sysfs, whatever the block size
 # The machine does not boot without these; drives that they are on are always refused.
@@ -59,7 +59,7 @@ class Devices:
         self._mounts = self._read_mounts()
         self._swaps = {
             self._by_path(line.split()[0])
-            for line in _text(root / "proc/swaps").splitlines()[1:]
+            for line in text_of(root / "proc/swaps").splitlines()[1:]
             if line.startswith("/dev/")
         }
 
@@ -68,7 +68,7 @@ class Devices:
         if not self._class.is_dir():
             return []
         folders = [f for f in self._class.iterdir() if not _HIDDEN_PATH.fullmatch(f.name)]
-        return sorted((f.name for f in folders if int(_text(f / "size") or 0)), key=_natural)
+        return sorted((f.name for f in folders if int(text_of(f / "size") or 0)), key=_natural)
 
     def inspect(self, name: str) -> BlockDevice:
         """Inspects a device; reads both of its ends. Raises PoolNotFound and MediumError."""
@@ -77,7 +77,7 @@ class Devices:
             raise PoolNotFound(
                 f"the block device {name} does not exist; see `tutti nvme list --all`"
             )
-        nbytes = int(_text(folder / "size") or 0) * _SECTOR_NBYTES
+        nbytes = int(text_of(folder / "size") or 0) * _SECTOR_NBYTES
         drive = self._drive(name)
         generic = name.replace("nvme", "ng", 1)
         has_generic = generic != name and (self._root / "dev" / generic).exists()
@@ -87,8 +87,8 @@ class Devices:
             path=f"/dev/{name}",
             generic=f"/dev/{generic}" if has_generic else "",
             nbytes=nbytes,
-            lba_nbytes=int(_text(self._class / drive / "queue/logical_block_size") or 0),
-            model=_text(self._class / drive / "device/model"),
+            lba_nbytes=int(text_of(self._class / drive / "queue/logical_block_size") or 0),
+            model=text_of(self._class / drive / "device/model"),
             serial=self._serial(drive),
             is_partition=drive != name,
             in_use=tuple(in_use),
@@ -127,9 +127,9 @@ class Devices:
         points = [p for part in (drive, *self._partitions(drive)) for p in self._mounts_above(part)]
         if system := [p for p in _SYSTEM_MOUNTS if p in points]:
             reasons.append(f"the system is on its drive ({', '.join(system)})")
-        if _text(self._class / drive / "ro") == "1" or _text(self._class / name / "ro") == "1":
+        if text_of(self._class / drive / "ro") == "1" or text_of(self._class / name / "ro") == "1":
             reasons.append("read-only")
-        if int(_text(self._class / name / "size") or 0) == 0:
+        if int(text_of(self._class / name / "size") or 0) == 0:
             reasons.append("cannot be used: it has no size; its blocks may be too large")
         return reasons
 
@@ -176,7 +176,7 @@ class Devices:
 
     def _serial(self, drive: str) -> str:
         for place in ("device/serial", "serial", "device/wwid", "wwid", "loop/backing_file"):
-            if text := _text(self._class / drive / place):
+            if text := text_of(self._class / drive / place):
                 return text
         return ""
 
@@ -225,11 +225,3 @@ def device_name(path: str) -> str | None:
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(t.isdigit(), int(t) if t.isdigit() else 0, t) for t in re.findall(r"\d+|\D+", name)]
-
-
-def _text(path: Path) -> str:
-    """Content of a small file in /proc or /sys; "" if it does not exist."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""Reads the mounts from /proc/self/mountinfo (proc(5)), for `block_device.py`."""
+"""Reads small files of /proc and /sys, and the mounts from one of them (mountinfo, proc(5))."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ class Mount(NamedTuple):
     point: str
     kind: str
     source: str
+
+
+def text_of(path: Path) -> str:
+    """Content of a small file in /proc or /sys; "" if it does not exist."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
