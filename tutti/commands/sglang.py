@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
-from tutti.arguments import PAGE_SIZE, nbytes, nbytes_text, positive
+from tutti.arguments import PAGE_SIZE, nbytes, nbytes_text, options, positive
 from tutti.base.terminal import table
 from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.commands.members import check_exist, has_superblock
@@ -98,24 +98,14 @@ class CheckResult:
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
-    parser.add_argument("--model", required=True, help="folder or name of the model")
-    parser.add_argument(
-        "--capacity", type=nbytes_text, required=True, help="total size of all pools, e.g. 2TiB"
-    )
+    option = options(parser)
+    option("--model", None, "folder or name of the model", required=True)
+    option("--capacity", None, "total size of all pools, e.g. 2TiB", nbytes_text, required=True)
     _add_common(parser, path_required=True)
-    parser.add_argument(
-        "--layout",
-        choices=sorted(IO_BACKENDS),
-        default=LAYOUT,
-        help=f"memory layout of SGLang's host pool, with --mode {HICACHE}",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set an option of the mode (see docs/sglang.md); may be repeated",
-    )
+    what = f"memory layout of SGLang's host pool, with --mode {HICACHE}"
+    option("--layout", LAYOUT, what, sorted(IO_BACKENDS))
+    what = "set an option of the mode (see docs/sglang.md); may be repeated"
+    option("--option NAME=VALUE", [], what, action="append")
     parser.add_argument(
         "more", nargs="*", metavar="-- ARGUMENT", help="arguments passed to SGLang unchanged"
     )
@@ -124,28 +114,19 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DOCTOR, _DOCTOR_EXAMPLE
-    parser.add_argument(
-        "--capacity", type=nbytes, default=0, help="check that this much space is free"
-    )
+    options(parser)("--capacity", 0, "check that this much space is free", nbytes)
     _add_common(parser, path_required=False)
     parser.set_defaults(run=run_doctor)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, path_required: bool) -> None:
-    parser.add_argument(
-        "--path",
-        nargs="+",
-        required=path_required,
-        default=None if path_required else ["."],
-        help="folder on the SSD for the pools; several folders, files and devices are shared among"
-        " the ranks (docs/sglang.md); or unix:SOCKET of `tutti serve`",
-    )
-    parser.add_argument(
-        "--mode", choices=(HICACHE, LINKER), default=HICACHE, help="how SGLang uses Tutti"
-    )
-    parser.add_argument(
-        "--page-size", type=positive, default=PAGE_SIZE, metavar="TOKENS", help="tokens per page"
-    )
+    option = options(parser)
+    what = "folder on the SSD for the pools; several folders, files and devices are shared among"
+    what += " the ranks (docs/sglang.md); or unix:SOCKET of `tutti serve`"
+    default = None if path_required else ["."]
+    option("--path", default, what, nargs="+", required=path_required)
+    option("--mode", HICACHE, "how SGLang uses Tutti", (HICACHE, LINKER))
+    option("--page-size TOKENS", PAGE_SIZE, "tokens per page", positive)
 
 
 def run_command(args: argparse.Namespace) -> CommandResult:
