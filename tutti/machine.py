@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tutti.base.units import format_nbytes
 from tutti.gio_uring.drives.generic_device import readable_path
-from tutti.gio_uring.drives.mounts import filesystem_of
+from tutti.gio_uring.drives.mounts import filesystem_of, text_of
 from tutti.scheduler import policy
 
 
@@ -19,7 +19,7 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
     directory: describes its disk and file system as well; may also be a device or a drive.
     """
     described: dict[str, str | int] = {
-        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": format_nbytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "kernel": platform.release(),
@@ -42,18 +42,12 @@ def scheduler_form() -> str:
 
 
 def _line(path: str) -> str:
-    try:
-        return Path(path).read_text().splitlines()[0].strip()
-    except (OSError, IndexError):
-        return "unknown"
+    return text_of(Path(path)).partition("\n")[0].strip() or "unknown"
 
 
-def _field(path: str, name: str) -> str:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return "unknown"
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+def _cpu() -> str:
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(found, platform.machine())
 
 
