@@ -28,17 +28,13 @@ class WeightsWatch:
     """Tracks the weights to which the KV of this process belongs.
 
     watched: whether the plugin is active, so that updates are detected.
+    namespace: the salt of keys: empty for the weights at the start, None while unknown.
     """
 
     def __init__(self) -> None:
         self.watched = False
-        self._namespace: bytes | None = b""
+        self.namespace: bytes | None = b""
         self._warned = False
-
-    @property
-    def namespace(self) -> bytes | None:
-        """The salt of keys: empty for the weights at the start, None while unknown."""
-        return self._namespace
 
     def check(self, allow_unwatched: bool) -> None:
         """Raises ConfigError if updates would not be detected, unless that is allowed."""
@@ -51,12 +47,12 @@ class WeightsWatch:
 
     def changed(self) -> None:
         """Called when weights change: they are not those of the KV in SGLang's memory any more."""
-        self._namespace = None
+        self.namespace = None
         level_all(UNFLUSHED, 1)
 
     def warn(self) -> None:
         """Called after an update; warns, once until the next flush, if no flush followed it."""
-        if self._namespace is None and not self._warned:
+        if self.namespace is None and not self._warned:
             self._warned = True
             _log.warning(
                 "Tutti: weights change, or an update failed: nothing is found or stored until"
@@ -66,8 +62,8 @@ class WeightsWatch:
     def flushed(self) -> None:
         """Called after a flush of SGLang's cache: later KV is of the current weights."""
         self._warned = False
-        if self._namespace is None:
-            self._namespace = os.urandom(16)
+        if self.namespace is None:
+            self.namespace = os.urandom(16)
             level_all(UNFLUSHED, 0)
 
 
