@@ -39,11 +39,6 @@ class RoundPlan:
     arguments: list[str]
     members_file: str = ""
 
-    @property
-    def output(self) -> Path:
-        """Path of the benchmark's result."""
-        return Path(self.folder) / "result.json"
-
 
 def make_backend(plan: RoundPlan, backends: Any) -> Counted:
     """A subclass of the benchmark's interface.  backends: its module kv_cache.backends."""
@@ -78,14 +73,15 @@ def run_round(plan: RoundPlan) -> dict[str, Any]:
     )
     backend = make_backend(plan, backends)
     vars(cache)["NVMeBackend"] = lambda base_path=None: backend
-    sys.argv = ["kv-cache.py", *plan.arguments, "--output", str(plan.output)]
+    output = Path(plan.folder) / "result.json"
+    sys.argv = ["kv-cache.py", *plan.arguments, "--output", str(output)]
     begin_s = time.perf_counter()
     cli.main()
     wall_s = time.perf_counter() - begin_s
     counts = backend.finish()
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "summary": json.loads(plan.output.read_text()).get("summary", {}),
+        "summary": json.loads(output.read_text()).get("summary", {}),
         "counts": asdict(counts),
         "wall_s": wall_s,
         "cpu_s": used.ru_utime + used.ru_stime,
