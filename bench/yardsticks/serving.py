@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     plan = plan_of(systems, args)
     with (
         tempfile.TemporaryDirectory(prefix="tutti-serving-", dir=args.dir) as home,
-        Clients(Path(home)) as clients,
+        closing(Clients(Path(home))) as clients,
         progress("SGLang's clients", len(plan)) as bar,
     ):
         texts = Path(home, "texts.json")

@@ -29,17 +29,11 @@ _SAID_MAX = 4000
 
 
 class Clients:
-    """The process.  Use it as a context manager; a run after a failure starts a new one."""
+    """The process.  A run after a failure starts a new one."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Clients:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def program(self, name: str, *words: object) -> None:
         """Runs a module or the script of a path, with arguments.  Raises ServerError."""
@@ -55,11 +49,11 @@ class Clients:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         if not select.select([process.stdout], [], [], _STEP_S)[0]:
-            self._end()
+            self.close()
             raise DeviceTimeout(f"a client of SGLang took more than {_STEP_S:g} s")
         line = process.stdout.readline()
         if not line:
-            self._end()
+            self.close()
             told = (self._home / "clients.log").read_text(errors="replace").split("\n")
             raise ServerError(f"SGLang's clients ended: {next(filter(None, told[::-1]), 'silent')}")
         answer: dict[str, Any] = json.loads(line)
@@ -77,7 +71,8 @@ class Clients:
                 text=True,
             )
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Ends the process, if it runs."""
         if (process := self._process) is not None:
             self._process = None
             process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_bench_multiturn_asks_the_same_again_after_a_flush(tmp_path: Path) -> No
     serving.add_arguments(parser)
     words = ["--clients", "2", "--rounds", "3", "--bench-multiturn", str(script)]
     args = parser.parse_args(["--model", "m", *words])
-    with Clients(tmp_path) as clients:
+    with closing(Clients(tmp_path)) as clients:
         steps = steps_of(Target(1, clients, tmp_path, tmp_path / "texts.json", args), small=False)
         assert list(steps) == list(STEPS), "each of them after a flush"
         first, again = (steps[name]() for name in ("bench_multiturn", "bench_multiturn_again"))
@@ -164,7 +165,7 @@ def test_passes_rotate_and_small_storages_come_last() -> None:
 def test_clients_answer_more_than_once_and_name_what_failed(tmp_path: Path) -> None:
     """Any module and any function will do: SGLang's are in tests/sglang."""
     (tmp_path / "broken.py").write_text("print('Round 1'); assert False, 'lost'")
-    with Clients(tmp_path) as clients:
+    with closing(Clients(tmp_path)) as clients:
         asked = {"function": "textwrap.shorten", "given": {}}
         assert clients.ask(asked)["error"] == "TypeError"
         asked = {"function": "textwrap.shorten", "given": {"text": "a b", "width": 9}}
