@@ -40,7 +40,7 @@ def _digests(machine: GpuUnderTest, plan: RoundPlan, blocks: int) -> dict[str, A
         for name in ("alone_gb_per_s", "beside_gb_per_s", "mover_gb_per_s", "link_gb_per_s")
     }
     with ExitStack() as stack:
-        hashed = stack.enter_context(_Hashed(machine, load, blocks))
+        hashed = stack.enter_context(closing(_Hashed(machine, load, blocks)))
         moved = stack.enter_context(closing(DevicePages(machine.driver, moved_load, 2)))
         mover = copy_engines(machine).mover
         gpu = stack.enter_context(machine.host_engine(mover, staging_nbytes=plan.staging_nbytes))
@@ -87,10 +87,7 @@ class _Hashed:
         )
         self._passes = 1
 
-    def __enter__(self) -> _Hashed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._hold.is_free = lambda: True
         with suppress(DeviceTimeout):
             self._wait()

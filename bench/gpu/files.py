@@ -53,7 +53,7 @@ def _file(plan: RoundPlan, bar: str) -> Iterator[str]:
             prepare_file(path, plan.file_nbytes)
         else:
             allocate_file(path, plan.file_nbytes)
-            with _Threads(path, MiB, plan.file_nbytes) as threads:
+            with closing(_Threads(path, MiB, plan.file_nbytes)) as threads:
                 threads.move("write", plan.file_nbytes)
         yield path
     finally:
@@ -114,7 +114,7 @@ def _fio(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
 
 
 def _thread_bar(stack: ExitStack, job: FioJob) -> tuple[ComparedSystem, str]:
-    threads = stack.enter_context(_Threads(job.path, job.block_nbytes, job.size_nbytes))
+    threads = stack.enter_context(closing(_Threads(job.path, job.block_nbytes, job.size_nbytes)))
     move = partial(threads.move, job.direction, job.io_nbytes)
     return ComparedSystem("threads", lambda: rig.timed(job.io_nbytes, move)), threads.memory
 
@@ -138,10 +138,7 @@ class _Threads:
         self.memory = f"{self._buffer.backing}, {how}"
         self._pool = ThreadPoolExecutor(_IODEPTH)
 
-    def __enter__(self) -> _Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown()
         os.close(self._file)
 
