@@ -150,24 +150,19 @@ class GpuUnderTest:
         with ExitStack() as stack:
             medium = controller or stack.enter_context(zero_copy())
             engine = Engine(medium)
-            try:
-                gpu = HostEngine(
-                    self.driver,
-                    engine,
-                    mover=self.mover(mover, blocks),
-                    load_staging_nbytes=staging_nbytes,
-                    store_staging_nbytes=store_staging_nbytes or staging_nbytes,
-                    load_streams=streams,
-                    store_streams=streams,
-                )
-            except BaseException:
-                engine.close(_TIMEOUT_S)
-                raise
-            try:
-                yield gpu
-            finally:
-                engine.close(_TIMEOUT_S)
-                gpu.close(_TIMEOUT_S)
+            stack.callback(engine.close, _TIMEOUT_S)
+            gpu = HostEngine(
+                self.driver,
+                engine,
+                mover=self.mover(mover, blocks),
+                load_staging_nbytes=staging_nbytes,
+                store_staging_nbytes=store_staging_nbytes or staging_nbytes,
+                load_streams=streams,
+                store_streams=streams,
+            )
+            stack.callback(gpu.close, _TIMEOUT_S)
+            stack.callback(engine.close, _TIMEOUT_S)  # first: it lets go of waiting streams
+            yield gpu
 
     @contextmanager
     def device_engine(
