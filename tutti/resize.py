@@ -11,6 +11,7 @@ left to do (`_Spool`). It refuses devices with other data.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -338,9 +339,12 @@ def _copy_batch(
     bad = set(ticket.failed().tolist())
     if any(old.match([infos[row].key]) for row in bad):  # damaged ones would be quarantined by now
         raise MediumError("objects could not be read; check the pool's device, then try again")
-    good = [page for page in range(len(infos)) if page not in bad]
+    by_owner = defaultdict[tuple[int, int | None], list[int]](list)
+    for row, info in enumerate(infos):
+        if row not in bad:
+            by_owner[info.tenant, info.expires_s].append(row)
     stored = 0
-    for (tenant, expires_s), rows in _by_owner(infos, good).items():
+    for (tenant, expires_s), rows in by_owner.items():
         chosen = [infos[row] for row in rows]
         request = PutRequest(
             as_keys([info.key for info in chosen]),
@@ -360,10 +364,3 @@ def _copy_batch(
     if pinned := [info.key for info in infos if info.pinned]:
         new.catalogue.pin(as_keys(pinned))
     return stored
-
-
-def _by_owner(infos: list[ObjectInfo], rows: list[int]) -> dict[tuple[int, int | None], list[int]]:
-    found: dict[tuple[int, int | None], list[int]] = {}
-    for row in rows:
-        found.setdefault((infos[row].tenant, infos[row].expires_s), []).append(row)
-    return found
