@@ -131,8 +131,7 @@ def _star(source: str, colour: str) -> dict[str, Any]:
 def _rate(axes: Sequence[Any], rows: Sequence[Row], slo_ms: float) -> None:
     for axis, name in zip(axes, ("ttft", "itl"), strict=True):
         _lines(axis, rows, "rate", name)
-        axis.set_xlabel("requests/s")
-        axis.set_ylabel(f"mean {name.upper()}, ms")
+        axis.set(xlabel="requests/s", ylabel=f"mean {name.upper()}, ms")
         if any((number_of(row, f"{name}_ms") or 0.0) > 0 for row in rows):
             axis.set_yscale("log")
     axes[0].axhline(slo_ms, color="black", linewidth=0.8, linestyle="--")
@@ -205,9 +204,7 @@ def _bandwidth(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_xscale("log", base=2)
     ticks = sorted({value(row, "tokens") for row in rows})
     axis.set_xticks(ticks, [_short(tokens) for tokens in ticks])
-    axis.set_xlabel("context, tokens")
-    axis.set_ylabel("GB/s (10^9 bytes)")
-    axis.set_ylim(bottom=0)
+    axis.set(xlabel="context, tokens", ylabel="GB/s (10^9 bytes)", ylim=(0, None))
 
 
 def by_length(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -227,9 +224,8 @@ def _prefix(axis: Any, rows: Sequence[Row]) -> None:
     _stars(axis, rows, lambda row: value(row, "prefix_tokens"), "ttft_ms")
     ticks = sorted({value(row, "prefix_tokens") for row in rows})
     axis.set_xticks(ticks, [_short(tokens) for tokens in ticks], rotation=45)
-    axis.set_xlabel(f"cached prefix, of {_short(value(rows[0], 'total_tokens'))} tokens")
-    axis.set_ylabel("TTFT, ms")
-    axis.set_yscale("log")
+    total = _short(value(rows[0], "total_tokens"))
+    axis.set(xlabel=f"cached prefix, of {total} tokens", ylabel="TTFT, ms", yscale="log")
 
 
 def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
@@ -239,9 +235,7 @@ def _hit_rate(axis: Any, rows: Sequence[Row]) -> None:
             axis.axvline(place, color="grey", linewidth=0.8, linestyle=":")
             label = f"{found['a']} = {found['b']}: {place:.1f} %"
             axis.annotate(label, (place, axis.get_ylim()[1]), rotation=90, fontsize=7, va="top")
-    axis.set_xlabel("hit rate, % of the prompt's tokens")
-    axis.set_ylabel("TTFT, ms")
-    axis.set_ylim(bottom=0)
+    axis.set(xlabel="hit rate, % of the prompt's tokens", ylabel="TTFT, ms", ylim=(0, None))
 
 
 def crossings_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -268,9 +262,7 @@ def _cost(axis: Any, rows: Sequence[Row], prices: Prices) -> None:
                 bar = ends and (max(0.0, cost - ends[0]), max(0.0, ends[1] - cost))
                 points.append((value(row, "rate"), cost, bar, row))
         _curve(axis, system, number, points)
-    axis.set_xlabel("requests/s")
-    axis.set_ylabel("$ for 10^6 tokens, prompts and answers")
-    axis.set_ylim(bottom=0)
+    axis.set(xlabel="requests/s", ylabel="$ for 10^6 tokens, prompts and answers", ylim=(0, None))
 
 
 def _share(axis: Any, rows: Sequence[Row]) -> None:
@@ -286,15 +278,13 @@ def _share(axis: Any, rows: Sequence[Row]) -> None:
     known = [row for row in rows if row["system"] in places]
     _stars(axis, known, lambda row: float(places[row["system"]]), "bubble_percent")
     axis.set_xticks(range(len(systems)), systems, fontsize=8)
-    axis.set_ylabel("waiting, % of the first token's time")
-    axis.set_ylim(0, 100)
+    axis.set(ylabel="waiting, % of the first token's time", ylim=(0, 100))
 
 
 def _bubble(axis: Any, rows: Sequence[Row]) -> None:
     _lines(axis, rows, "", "bubble")
     _stars(axis, rows, hit_share, "bubble_ms")
-    axis.set_xlabel("hit rate, % of the prompt's tokens")
-    axis.set_ylabel("waiting of the GPU, ms")
+    axis.set(xlabel="hit rate, % of the prompt's tokens", ylabel="waiting of the GPU, ms")
     if any(value(row, "bubble_ms") > 0 for row in rows):
         axis.set_yscale("log")
 
@@ -318,9 +308,7 @@ def _residency(axes: Sequence[Any], rows: Sequence[Row]) -> None:
                 capsize=3,
                 label=system,
             )
-        axis.set_xlabel("memory limit / working set")
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
+        axis.set(xlabel="memory limit / working set", ylabel=label, ylim=(0, None))
     limits = sorted({value(row, "limit") for row in rows})
     for axis, ideal in ((axes[0], [min(1.0, x) for x in limits]), (axes[-1], [])):
         style = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
