@@ -71,7 +71,9 @@ def draw(
         axes[-1].plot([], [], "o", color="grey", mfc="none", label="queue grows, or partial")
     for source in sorted({row["source"] for row in rows} & set(STARS)):
         axes[-1].plot([], [], label=_STAR_LABELS[source], **_star(source, "grey"))
-    _legend(axes[-1])
+    if axes[-1].get_legend_handles_labels()[1]:  # right of all axes, so that it hides no point
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.0}
+        axes[-1].legend(fontsize=8, handlelength=3, **place)
     for axis in axes:
         axis.grid(alpha=0.3, linewidth=0.5)
         axis.set_axisbelow(True)
@@ -93,14 +95,6 @@ def _label(rows: Sequence[Row]) -> str:
     if made == ["measured"] or "measured" not in made:
         return ", ".join(made)
     return f"partly {', '.join(s for s in made if s != 'measured')}: see the legend"
-
-
-def _legend(axis: Any) -> None:
-    """To the right of all axes, so that it hides no point."""
-    handles, labels = axis.get_legend_handles_labels()
-    if labels:
-        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.0}
-        axis.legend(handles, labels, fontsize=8, handlelength=3, **place)
 
 
 def _systems(rows: Sequence[Row]) -> dict[str, list[Row]]:
