@@ -20,10 +20,8 @@ class Prices:
 
     def per_hour(self, row: Row) -> float:
         """Dollars per hour of a row's machine."""
-        amounts = (value(row, "gpus"), value(row, "dram_gb"), value(row, "ssd_gb"))
-        return sum(
-            p * n for p, n in zip((self.gpu, self.dram_gb, self.ssd_gb), amounts, strict=True)
-        )
+        prices = {"gpus": self.gpu, "dram_gb": self.dram_gb, "ssd_gb": self.ssd_gb}
+        return sum(price * value(row, column) for column, price in prices.items())
 
 
 def per_million_tokens(row: Row, prices: Prices) -> float | None:
