@@ -55,15 +55,11 @@ def _config_path(name: str) -> Path | None:
     folder = Path(os.path.expanduser(name))
     if (folder / "config.json").is_file():
         return folder / "config.json"
-    snapshots = _hub() / f"models--{name.replace('/', '--')}" / "snapshots"
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
+    snapshots = Path(hub, f"models--{name.replace('/', '--')}", "snapshots")
     found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.parent.stat().st_mtime)
     return found[-1] if found else None
-
-
-def _hub() -> Path:
-    """The cache folder of Hugging Face's libraries, by their environment variables."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
 
 
 def _read(path: Path) -> dict[str, Any]:
