@@ -103,7 +103,6 @@ def resize(
     capacity: int | str,
     *,
     through: str | None = None,
-    executor: str = "auto",
     progress: Progress | None = None,
 ) -> Resized:
     """Changes the total size of a closed pool to ``capacity``; its number of members stays.
@@ -123,20 +122,20 @@ def resize(
                 "a pool on devices is resized by way of a file; add --through FOLDER, a folder on"
                 " another drive with enough space for the objects"
             )
-        return _resize_devices(names, parse_nbytes(capacity), Path(through), executor, progress)
+        return _resize_devices(names, parse_nbytes(capacity), Path(through), progress)
     if through is not None:
         raise ConfigError("--through is only for pools on devices; remove it")
     names = [resolve(name) for name in names]  # otherwise a file would replace a symbolic link
     replacement.finish(names)
     news = replacement.beside(names)
-    with open_pool(names, executor=executor, profile=None) as old:
+    with open_pool(names, profile=None) as old:
         old.wait_recovered()
         try:
             for path in news:  # of an attempt that was interrupted
                 Path(path).unlink(missing_ok=True)
-            format(news, old.layout, capacity, executor=executor)
+            format(news, old.layout, capacity)
             replacement.give_owners(names)
-            with open_pool(news, executor=executor, profile=None) as new:
+            with open_pool(news, profile=None) as new:
                 result = _copy(old, new, progress, _room(new.geometry, len(names)))
         except BaseException:
             for path in news:
@@ -153,7 +152,7 @@ def resize(
 
 
 def _resize_devices(
-    names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
+    names: list[str], capacity: int, folder: Path, progress: Progress | None
 ) -> Resized:
     """Copies out, formats and copies back; where a spool is complete, only what is left to do."""
     spools = list(folder.glob(f"{_SPOOL}*.tutti"))
@@ -168,22 +167,22 @@ def _resize_devices(
                 f"{spool.path} has objects of a pool on {spool.devices} devices; pass all of them"
             )
     else:
-        spool, lost = _spool(names, capacity, folder, executor, progress)
+        spool, lost = _spool(names, capacity, folder, progress)
     found = _generations(names, spool)
     if not spool.new or found.keys() != {spool.new}:
         if found.keys() == {spool.old} and found[spool.old] != spool.generation:
-            _check_unused(names, spool, executor)  # not needed once a device is erased
-        with open_pool(spool.path, executor=executor, profile=None) as source:
+            _check_unused(names, spool)  # not needed once a device is erased
+        with open_pool(spool.path, profile=None) as source:
             layout = source.layout
             source.wait_recovered()
             _wanted(source, _room(_planned(source, names, capacity), len(names)))
         make_blank(names)
-        format(names, layout, capacity, executor=executor)
+        format(names, layout, capacity)
         (new,) = _generations(names, spool)
         spool = spool.named(new=new)
     with (
-        open_pool(spool.path, executor=executor, profile=None) as source,
-        open_pool(names, source.layout, capacity, executor=executor, profile=None) as target,
+        open_pool(spool.path, profile=None) as source,
+        open_pool(names, source.layout, capacity, profile=None) as target,
     ):
         if target.geometry.groups != _planned(target, names, capacity).groups:
             raise ConfigError(
@@ -205,12 +204,12 @@ def _resize_devices(
 
 
 def _spool(
-    names: list[str], capacity: int, folder: Path, executor: str, progress: Progress | None
+    names: list[str], capacity: int, folder: Path, progress: Progress | None
 ) -> tuple[_Spool, Resized]:
     """Copies the objects that fit into a pool of ``capacity`` bytes to a complete spool; then
     clears the old pool and deallocates its groups.
     """
-    with open_pool(names, executor=executor, profile=None) as old:
+    with open_pool(names, profile=None) as old:
         old.wait_recovered()
         new = _planned(old, names, capacity)
         check_room(old.controller, names, new)
@@ -222,8 +221,8 @@ def _spool(
         part = folder / f"{_SPOOL}{uuid}.part"
         part.unlink(missing_ok=True)  # of an attempt that was interrupted
         try:
-            format(part, old.layout, size, executor=executor)
-            with open_pool(part, executor=executor, profile=None) as spool:
+            format(part, old.layout, size)
+            with open_pool(part, profile=None) as spool:
                 result = _copy(old, spool, progress, room)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -238,9 +237,9 @@ def _spool(
     return complete, result
 
 
-def _check_unused(names: list[str], spool: _Spool, executor: str) -> None:
+def _check_unused(names: list[str], spool: _Spool) -> None:
     """Raises PoolExists where the old pool has objects again, which the spool does not have."""
-    with open_pool(names, executor=executor, profile=None) as old:
+    with open_pool(names, profile=None) as old:
         old.wait_recovered()
         if objects := len(old.catalogue.keys_by_use()):
             raise PoolExists(
