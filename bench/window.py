@@ -2,9 +2,11 @@
 
 Three pools with the same pages are opened as `tutti.open` does by default, so loads are verified:
 one with the adaptive window, two with a fixed window of 32 commands.  The second of these shows the
-noise.  They load in a random order, and wait for the first and the last layer.  In the same rounds
-the drive is read in a fourth pool, without the store and verification: all layers of a load at
-once, and the first layer before all others, which shows the cost of an early first layer.
+noise.  They load in a random order, and wait for the first and the last layer.  After each third of
+the rounds the pools are made again in another order, because on some disks a file's place decides
+more than the window.  In the same rounds the drive is read in a fourth pool, without the store and
+verification: all layers of a load at once, and the first layer before all others, which shows the
+cost of an early first layer.
 In a second part each layer is followed by a computation that takes a multiple of the layer's I/O
 time.  In its rounds the drive also reads one layer alone, after an idle time and right after
 another one: the difference is the pause that each group of layers costs.
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,6 +51,7 @@ _DRIVE = "drive"  # a pool whose drive is read without the store
 REACHED = "reached"
 _GROUP = 64
 _GROUPS = 2
+_ORDERS = 3  # of the pools
 _BLOCK_NBYTES = 4 * KiB
 _TIMEOUT_S = 60.0
 _SHORT_PAGES, _SHORT_TIMES = 4, 3  # loads up to this size are short and vary more: repeated
@@ -160,37 +164,39 @@ def run(args: argparse.Namespace, progress: ProgressFactory) -> dict[str, Any]:
     shape = KvPageShape(args.layers, slice_nbytes)
     nbytes = _GROUPS * _GROUP * shape.object_nbytes
     capacity_nbytes = nbytes + nbytes // 16 + 32 * MiB * len(places)  # a 64th is kept free
-    with ExitStack() as stack:
-        readers = {}
-        for name in (FOUND, FIXED, AGAIN, _DRIVE):
-            window = None if name == FOUND else FIXED_COMMANDS * COMMAND_NBYTES
-            pool = temporary_pool(
-                beside(places, name.replace(" ", "-")),
-                shape.layout(),
-                capacity_nbytes,
-                config=StoreConfig(window_nbytes=window),
-                prewrite=True,
-                engine={"profile": AUTO},
-            )
-            readers[name] = Reader(stack.enter_context(pool))
-        bench = _Bench(readers, args, slice_nbytes)
-        with progress("window", args.rounds + len(args.pages) * len(args.compute)) as bar:
-            bench.warm_up()
-            for _ in range(args.rounds):
-                bench.round()
-                bar.advance(1)
-            rows = [row for pages in args.pages for row in bench.rows(pages)]
-            loops = []
-            for pages in args.pages:
-                for factor in args.compute:
+
+    def pool_of(name: str) -> AbstractContextManager[ObjectStore]:
+        window = None if name == FOUND else FIXED_COMMANDS * COMMAND_NBYTES
+        return temporary_pool(
+            beside(places, name.replace(" ", "-")),
+            shape.layout(),
+            capacity_nbytes,
+            config=StoreConfig(window_nbytes=window),
+            prewrite=True,
+            engine={"profile": AUTO},
+        )
+
+    bench = _Bench(args, slice_nbytes)
+    with progress("window", args.rounds + len(args.pages) * len(args.compute)) as bar:
+        for order in range(_ORDERS):
+            is_last = order == _ORDERS - 1
+            names = np.roll((FOUND, FIXED, AGAIN, _DRIVE), order).tolist()
+            with ExitStack() as stack:
+                readers = {name: Reader(stack.enter_context(pool_of(name))) for name in names}
+                bench.warm_up(readers)
+                for _ in range(order, args.rounds, _ORDERS):
+                    bench.round()
+                    bar.advance(1)
+                loops = []
+                for pages, factor in product(args.pages, args.compute if is_last else ()):
                     loops.append(bench.loop(pages, factor))
                     bar.advance(1)
-        windows = {name: _window_of(readers[name]) for name in (FOUND, FIXED, AGAIN)}
-        verify = readers[FOUND].store.config.verify
+                windows = {name: _window_of(readers[name]) for name in (FOUND, FIXED, AGAIN)}
+                verify = readers[FOUND].store.config.verify
     return {
         "benchmark": "window",
         "source": "measured",
-        "rows": rows,
+        "rows": [row for pages in args.pages for row in bench.rows(pages)],
         "loops": loops,
         "drive": [bench.drive(pages) for pages in args.pages],
         "drive_gb_per_s": bench.rate / 1e6,
@@ -219,10 +225,9 @@ def _window_of(reader: Reader) -> dict[str, Any]:
 class _Bench:
     """The rounds over the pools."""
 
-    def __init__(
-        self, readers: dict[str, Reader], args: argparse.Namespace, slice_nbytes: int
-    ) -> None:
-        self._readers, self._args, self._slice_nbytes = readers, args, slice_nbytes
+    def __init__(self, args: argparse.Namespace, slice_nbytes: int) -> None:
+        self._args, self._slice_nbytes = args, slice_nbytes
+        self._readers: dict[str, Reader] = {}
         self._rng = np.random.default_rng(1)
         self._loads: dict[tuple[int, str], list[LoadTimes]] = {}
         #: Drive's milliseconds for (all layers, the first, the others), by number of pages.
@@ -241,8 +246,9 @@ class _Bench:
         whole_ms = median([whole for whole, _, _ in self._drive[pages]])
         return float(pages * self._slice_nbytes * self._args.layers / whole_ms)
 
-    def warm_up(self) -> None:
-        """Loads all sizes for --warm seconds, until the window has adapted."""
+    def warm_up(self, readers: dict[str, Reader]) -> None:
+        """Loads all sizes from new pools for --warm seconds, until the window has adapted."""
+        self._readers = readers
         until = time.monotonic() + self._args.warm
         while time.monotonic() < until:  # bounded by --warm
             for pages in self._args.pages:
