@@ -159,15 +159,19 @@ class Consumer {
 
 struct Next;
 
+constexpr u32 kLastCommands = 2;  // of a layer, whose digests it waits for
+
 // The submitter allocates everything that service threads and workers need for a job: they never
 // allocate, so that lack of memory cannot end them.
 struct Job {
   explicit Job(const JobConfig& c);
   ~Job();
-  // Whether something waits for this layer of a load, or will wait for it next.
+  // Whether something waits for this layer of a load, or will wait for it next, and for its last
+  // commands alone: digests of those before are computed while the drive reads on.
   bool is_urgent(u32 layer) const {
     const u32 asked = consumer.asked();
-    return config.digest == kDigestCompare && !ahead && (layer == asked || layer + 1 == asked);
+    return config.digest == kDigestCompare && !ahead && (layer == asked || layer + 1 == asked) &&
+           layer_left[layer] <= kLastCommands;
   }
 
   const JobConfig config;

@@ -105,3 +105,27 @@ def test_a_short_first_layer_waits_for_no_worker() -> None:
         assert job.wait_released(10)
         assert job.report().status == 0
         assert rig.engine.stats().digests_offloaded == before
+
+
+def test_a_long_layer_leaves_its_digests_to_workers() -> None:
+    """All but its last two commands': the service thread has to keep the drive busy meanwhile."""
+    with closing(Rig(2 * JOBS, layers=1)) as rig:
+        runs = PAGES // 4 * JOBS  # of four pages each, which are read again and again
+        extents = Extents([0, 64, 128] * JOBS, [1] * runs, [4] * runs, SLICE_NLB, 0)
+        for _ in range(16):
+            before = rig.engine.stats().digests_offloaded
+            job = rig.engine.submit(
+                OPCODE_READ,
+                extents,
+                rig.memory.check_pages(np.arange(4 * runs)),
+                rig.memory,
+                digests=np.tile(rig.digests, (JOBS, 1)),
+                compare=True,
+                priority=PRIORITY_LOAD,
+                held=True,
+            )
+            assert not job.wait_layers(1, 0.01)
+            job.grant(1, 2**32 - 1, None)
+            assert job.wait_released(10)
+            assert job.report().status == 0
+            assert rig.engine.stats().digests_offloaded >= before + runs - 2
