@@ -135,7 +135,9 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setattr(module, "get_parallel", lambda: ranks)
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps({"publisher": "zmq", "endpoint": f"ipc://{folder}/events"})
-        server = SimpleNamespace(kv_events_config=config, model_path="dummy")
+        server = SimpleNamespace(
+            kv_events_config=config, model_path="dummy", trust_remote_code=False
+        )
         monkeypatch.setattr(adapter, "get_server_args", lambda: server)
         yield config
     EVENTS.clear()
