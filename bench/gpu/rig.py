@@ -161,7 +161,7 @@ class GpuUnderTest:
                 store_streams=streams,
             )
             stack.callback(gpu.close, _TIMEOUT_S)
-            stack.callback(engine.close, _TIMEOUT_S)  # first: it lets go of waiting streams
+            stack.callback(engine.close, _TIMEOUT_S)  # first: it wakes waiting streams
             yield gpu
 
     @contextmanager
