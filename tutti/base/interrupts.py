@@ -40,9 +40,8 @@ class Latch:
     could leave taken, which would block the thread that sets it.
     """
 
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[_thread.LockType] = []
+    _is_set = False
+    _waiting: list[_thread.LockType] | None = None  # the first wait makes it
 
     def is_set(self) -> bool:
         """Whether it was set."""
@@ -58,13 +57,14 @@ class Latch:
     def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
         """Waits until it is set.  False after the timeout."""
         if not self._is_set and timeout_s > 0:
+            waiting: list[_thread.LockType] = vars(self).setdefault("_waiting", [])
             lock = _thread.allocate_lock()
             lock.acquire(blocking=False)
-            self._waiting.append(lock)
+            waiting.append(lock)
             # It may have been set before the append.
             if self._is_set or not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
                 with contextlib.suppress(ValueError):
-                    self._waiting.remove(lock)
+                    waiting.remove(lock)
         return self._is_set
 
 

@@ -70,7 +70,7 @@ class PutTicket(Owned):
     @property
     def done(self) -> bool:
         """Whether the outcome of every key is known."""
-        return self._progress.is_done()
+        return self._progress.is_set()
 
     @property
     def outcome(self) -> npt.NDArray[np.uint8]:
@@ -118,8 +118,8 @@ class PutTicket(Owned):
         self._progress.on_done(lambda _: callback(self))
 
 
-class PutProgress:
-    """The state of one put, which ends with the last batch of the writer.  Thread-safe.
+class PutProgress(Latch):
+    """The state of one put, set with the end of the writer's last batch.  Thread-safe.
 
     begun_s: monotonic time of the start (default: now).
     outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), NVMe status if a key failed, else 0.
@@ -143,24 +143,15 @@ class PutProgress:
         self._latency = latency
         self._begun_s = begun_s or time.monotonic()
         self._lock = threading.Lock()
-        self._done = Latch()
         self._callbacks: list[Callable[[PutProgress], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, np.uint8)  # PENDING
         self.status: U32 = np.zeros(keys, np.uint32)
         self.slots: list[Slots] = []
 
-    def is_done(self) -> bool:
-        """Whether every batch has ended."""
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until every batch has ended.  False after the timeout."""
-        return self._done.wait(timeout_s)
-
     def on_done(self, callback: Callable[[PutProgress], None]) -> None:
         """See PutTicket."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._is_set:
                 self._callbacks.append(callback)
                 return
         self._guard.call("a callback of a put", callback, self)
@@ -175,10 +166,10 @@ class PutProgress:
     def end_part(self) -> None:
         """All keys have their outcome."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_set:
                 return
             callbacks, self._callbacks = self._callbacks, []
-            self._done.set()
+            self.set()
         if self._latency is not None:
             self._latency.observe_since(self._begun_s)
         for callback in callbacks:
@@ -292,8 +283,8 @@ class LoadTicket(Owned):
         self._progress.on_settled(callback)
 
 
-class LoadProgress:
-    """The state of one load: its jobs, and whether all of them were released.  Thread-safe.
+class LoadProgress(Latch):
+    """The state of one load: its jobs; set when all of them were released.  Thread-safe.
 
     begun_s: monotonic time of the start (default: now).
     record_status: u32 (keys,), why the slot record of a key was refused, else 0.
@@ -318,7 +309,6 @@ class LoadProgress:
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
-        self._settled = Latch()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.record_status: U32 = np.zeros(keys, np.uint32)
@@ -364,14 +354,14 @@ class LoadProgress:
     def wait_settled(self, timeout_s: float = 60.0) -> bool:
         """See LoadTicket."""
         deadline_s = time.monotonic() + timeout_s
-        if not self._settled.wait(timeout_s):
+        if not self.wait(timeout_s):
             return False
         return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
         """See LoadTicket."""
         with self._lock:
-            if not self._settled.is_set():
+            if not self._is_set:
                 self._callbacks.append(callback)
                 return
         self._guard.call("a callback of a load", callback)
@@ -380,7 +370,7 @@ class LoadProgress:
         """Every job of this load was released."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
-            self._settled.set()
+            self.set()
         if self._latency is not None:
             self._latency.observe_since(self._begun_s)
         for callback in callbacks:
