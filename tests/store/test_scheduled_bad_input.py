@@ -37,7 +37,7 @@ def test_a_clock_that_jumps_stops_nothing_and_loses_nothing(
     def jumping(clock: SystemClock) -> int:
         if jumps.is_set():  # at every look, there and back
             offset[0] = HOUR_NS if offset[0] != HOUR_NS else HOUR_NS + jump_ns
-        return now_ns(clock) + offset[0]
+        return now_ns() + offset[0]
 
     monkeypatch.setattr(SystemClock, "now_ns", jumping)
     with open_pool(tmp_path) as store:
@@ -66,7 +66,7 @@ def test_a_clock_that_jumps_is_told_once(
     jump_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_ns, offset = SystemClock.now_ns, [2 * HOUR_NS]
-    monkeypatch.setattr(SystemClock, "now_ns", lambda clock: now_ns(clock) + offset[0])
+    monkeypatch.setattr(SystemClock, "now_ns", lambda clock: now_ns() + offset[0])
     looks: list[int] = []
 
     def told() -> list[str]:
