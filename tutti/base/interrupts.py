@@ -109,7 +109,7 @@ def uninterrupted(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if not is_main_thread():
+            if threading.get_ident() != _main:  # as is_main_thread, a call fewer
                 return function(*args, **kwargs)
             first = args[0] if args else None
             revert = functools.partial(undo, first) if undo is not None else None
