@@ -228,6 +228,7 @@ class ClientLoader:
         """Requests all plans of a load before anything is read; (first row, jobs) of each."""
         parts: list[tuple[int, list[MoveJob]]] = []
         step = session.welcome.batch_pages
+        progress.record_status = np.zeros(len(keys), np.uint32)
         try:
             for start in range(0, len(keys), step):
                 some = keys[start : start + step]

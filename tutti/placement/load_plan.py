@@ -31,11 +31,11 @@ class LoadPlan:
     more: additional 8-byte words for each key at the end of the block.  rest: further words there.
     """
 
-    __slots__ = ("_keys", "_layers", "block", "refused", "runs")
+    __slots__ = ("_keys", "_layers", "_status", "block", "refused", "runs")
 
     def __init__(self, keys: int, layers: int, more: int, rest: int = 0) -> None:
-        words = keys * (2 + layers + more) + keys // 8 + 2 + rest
-        self.block: U64 = np.empty(words, np.uint64)
+        self.block: U64 = np.empty(keys * (2 + layers + more) + keys // 8 + 2 + rest, np.uint64)
+        self._status: U32 | None = None  # made when it is asked for
         self._keys, self._layers, self.runs, self.refused = keys, layers, 0, 0
 
     @property
@@ -57,15 +57,15 @@ class LoadPlan:
     @property
     def marks(self) -> npt.NDArray[np.uint8]:
         """MARK bits, (n,)."""
-        n = self._keys
-        return self.block[(2 + self._layers) * n :].view(np.uint8)[:n]
+        return self.block[(2 + self._layers) * self._keys :].view(np.uint8)[: self._keys]
 
     @property
     def status(self) -> U32:
         """NVMe status of each, (n,), of a load that was started with the plan."""
-        n = self._keys
-        start = (2 + self._layers) * n + n // 8 + 1
-        return np.frombuffer(self.block, np.uint32, n, 8 * start)
+        if self._status is None:
+            n, words = self._keys, 2 + self._layers
+            self._status = np.frombuffer(self.block, np.uint32, n, 8 * (words * n + n // 8 + 1))
+        return self._status
 
 
 class LoadAnswer(LoadPlan):

@@ -42,7 +42,7 @@ from tutti.transfers.core import Core
 from tutti.transfers.in_flight import NotAdmitted
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.starters import Order
-from tutti.transfers.tickets import LoadPart, LoadProgress
+from tutti.transfers.tickets import NO_STATUS, LoadPart, LoadProgress
 
 _log = logging.getLogger(__name__)
 
@@ -212,8 +212,8 @@ class Loader:
         job, start = None, None
         try:
             if is_ours:
-                job = core.engine.open_job(plan.status, (plan, pages, memory), settle.end_part)
-                progress.parts = [LoadPart(job, None, whole=False)]
+                job = core.engine.open_job(NO_STATUS, (plan, pages, memory), settle.end_part)
+                progress.parts, progress.plan = [LoadPart(job, None, whole=False)], plan
                 start = core.slot_jobs.struct(job, pages, memory, **order)
             core.planner.begin(keys, verify=every, plan=plan, start=start)
             core.engine.check_started(None, plan.refused)
@@ -222,7 +222,7 @@ class Loader:
         finally:
             if job is not None and not job.native:  # the load failed, or takes other jobs
                 core.engine.forget_job(job)
-                progress.parts = []  # otherwise a cycle of references keeps the memory alive
+                progress.parts, progress.plan = [], None  # or a cycle keeps the memory alive
         self.begun += 1
         core.counters.load_runs += plan.runs
         return settle, every
@@ -230,6 +230,7 @@ class Loader:
     def _load_parts(self, batch: _Pages, settle: _Settle, every: bool, order: Order) -> None:
         """Submits a load that one native call cannot: of several kinds of rows, or by a path."""
         progress = settle.progress
+        progress.record_status = np.zeros(progress.keys, np.uint32)
         try:
             settle.unproven, parts = _partition(batch.plan.marks, every)
             for part in parts:

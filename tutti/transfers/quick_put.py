@@ -24,8 +24,8 @@ from tutti.pool.record_table import RecordTable
 from tutti.pool.slot_jobs import PutStruct
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutGrant, PutRequest
+from tutti.transfers.tickets import NO_STATUS
 
-_NO_STATUS: U32 = np.zeros(0, np.uint32)
 _UINT32 = np.dtype(np.uint32)
 
 
@@ -118,7 +118,7 @@ class QuickPuts:
         started = self._puts[block]
         started.n = n
         keep = (started.words, request, memory)
-        job = core.engine.open_job(_NO_STATUS, keep, partial(ended, started))
+        job = core.engine.open_job(NO_STATUS, keep, partial(ended, started))
         try:
             data = self._data
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)

@@ -24,9 +24,11 @@ from tutti.errors import CapacityError, DeviceTimeout, PageRangeError, PagesInUs
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
 from tutti.gio_uring.transfer import HeldTransfer, Transfer
+from tutti.placement.load_plan import LoadPlan
 from tutti.transfers.put_limits import Limit
 
 _STREAM_MAX = 2**64 - 1  # an address
+NO_STATUS: U32 = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -287,12 +289,16 @@ class LoadProgress(Latch):
     """The state of one load: its jobs; set when all of them were released.  Thread-safe.
 
     begun_s: monotonic time of the start (default: now).
-    record_status: u32 (keys,), why the slot record of a key was refused, else 0.
+    record_status: u32 (keys,), why the slot record of a key was refused, else 0; empty where no
+    record may have to be read.
     refusal: why layers could not be granted.
+    plan: of a load that is one job, which has the status of each page.
     on_wanted: called once, when something waits for a background load.
     """
 
     refusal: CapacityError | None = None
+    record_status: U32 = NO_STATUS
+    plan: LoadPlan | None = None
     on_wanted: Callable[[], None] | None = None
 
     def __init__(
@@ -311,7 +317,6 @@ class LoadProgress(Latch):
         self.parts: list[LoadPart] = []
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self.record_status: U32 = np.zeros(keys, np.uint32)
 
     def wanted(self) -> None:
         """Calls ``on_wanted``, once: something waits for a layer now."""
@@ -325,11 +330,10 @@ class LoadProgress(Latch):
 
     def status(self, otherwise: int = 0) -> U32:
         """Why a key failed so far, else 0: u32 (keys,); ``otherwise`` for one without a job."""
-        parts = self.parts
-        if len(parts) == 1 and parts[0].rows is None:  # no record was read
-            return parts[0].job.page_status
+        if self.plan is not None:
+            return self.plan.status
         status = np.full(self.keys, otherwise, np.uint32)
-        for part in parts:
+        for part in self.parts:
             status[part.rows] = part.job.page_status
         if np.count_nonzero(self.record_status) == 0:
             return status
