@@ -210,7 +210,8 @@ class Core(InFlight):
     def match(self, keys: npt.NDArray[np.uint8], *, pin: bool | str, proven: bool) -> int:
         """See Store.match."""
         with self.lock:
-            self.check_open()
+            if self.closing or self.failure is not None:
+                self.check_open()
             if not self.ready:
                 return 0
             self.lookup_pins.lookup()

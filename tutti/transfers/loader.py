@@ -215,8 +215,8 @@ class Loader:
                 job = core.engine.open_job(NO_STATUS, (plan, pages, memory), settle.end_part)
                 progress.parts, progress.plan = [LoadPart(job, None, whole=False)], plan
                 start = core.slot_jobs.struct(job, pages, memory, **order)
-            core.planner.begin(keys, verify=every, plan=plan, start=start)
-            core.engine.check_started(None, plan.refused)
+            if core.planner.begin(keys, verify=every, plan=plan, start=start).refused:
+                core.engine.check_started(None, plan.refused)
         except LookupError as error:
             raise _missing(error, len(keys)) from None
         finally:

@@ -102,8 +102,9 @@ class Writer:
         core, together = self._core, PutTogether(parts)
         try:
             with core.lock:
-                core.check_open()
-                self._reclaimer.faults.end_pauses()
+                if core.closing or core.failure is not None or self._reclaimer.faults.paused:
+                    core.check_open()
+                    self._reclaimer.faults.end_pauses()
                 if 0 in together.request.depths.tolist():
                     # Not for appended pages: these must not be newer than the start of their chain.
                     core.index.begin_use()
@@ -129,9 +130,8 @@ class Writer:
         except BaseException as error:
             together.refuse(error)
             return error
-        else:
-            together.end_batch()
-            return None
+        together.end_batch()
+        return None
 
     def plan(self, keys: bytes, request: NativePutRequest) -> PlannedPut | None:
         """Gives slots to a chain that another process writes, where that takes no waiting and no
