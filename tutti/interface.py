@@ -26,7 +26,7 @@ from tutti.memory.host_memory import HostMemory
 from tutti.scheduler.dispatcher import Dispatcher
 from tutti.transfers.catalogue import ObjectInfo
 from tutti.transfers.core import Closable
-from tutti.transfers.put_request import PutRequest, check_lengths
+from tutti.transfers.put_request import PutRequest
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import LoadTicket, PutTicket
 from tutti.transfers.transfer_queue import TransferQueue
@@ -225,8 +225,7 @@ class Store(ABC):
         start and the device may still write into ``pages``; after other errors it does not.
         """
         array, paged = as_keys(keys), self._memory(memory)
-        numbers = paged.check_pages(pages, once=self.config.verify != "off")
-        check_lengths(array, numbers)
+        numbers = paged.check_pages(pages, once=self.config.verify != "off", n=len(array))
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:

@@ -66,6 +66,14 @@ def test_page_numbers_are_checked() -> None:
             memory.check_pages(bad)
 
 
+def test_there_is_a_page_for_each_key() -> None:
+    memory = flat_memory(1 << 20, 4096, 10)
+    assert memory.check_pages([0, 9], n=2).tolist() == [0, 9]
+    for n in (0, 1, 3):
+        with pytest.raises(ConfigError, match=f"{n} keys and 2 pages"):
+            memory.check_pages([0, 9], n=n)
+
+
 @pytest.mark.parametrize("n", [2, 500])
 def test_a_page_may_have_to_be_named_once(n: int) -> None:
     memory, pages = flat_memory(1 << 20, 4096, 1000), np.arange(n)

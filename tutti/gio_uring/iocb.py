@@ -94,10 +94,10 @@ class PagedMemory:
             io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
         return io
 
-    def check_pages(self, pages: npt.ArrayLike, *, once: bool = False) -> U32:
-        """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.
+    def check_pages(self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None) -> U32:
+        """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.  n: the number of keys.
 
-        Raises PageRangeError, ConfigError for duplicates.
+        Raises PageRangeError, ConfigError for duplicates or another number of pages than of keys.
         """
         array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -115,6 +115,8 @@ class PagedMemory:
                 )
             if once and len(set(numbers)) != len(numbers):
                 raise ConfigError("a page is named twice; pass a different page for each key")
+        if n is not None and n != array.size:
+            raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
         return array.astype(np.uint32, order="C")
 
 

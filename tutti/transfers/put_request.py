@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Rows, Slots
 from tutti.base.checks import whole
-from tutti.errors import CapacityError, ConfigError
+from tutti.errors import CapacityError
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
@@ -49,11 +49,11 @@ class PutRequest(NamedTuple):
     def chain(
         cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
     ) -> PutRequest:
-        """Keys that follow one another, the first behind ``parent``.
+        """Keys that follow one another, the first behind ``parent``; a page for each.
 
         Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
         """
-        n = len(check_lengths(keys, pages))
+        n = len(keys)
         if parent is not None:
             check_key("parent", parent)
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
@@ -82,7 +82,8 @@ class PutRequest(NamedTuple):
         """As `chain`, for unchecked values.  Raises KeySizeError, PageRangeError, ConfigError."""
         expiry = 0 if ttl_s is None else expiry_of(ttl_s)
         tenant = 0 if namespace == "" else tenant_of(namespace)
-        request = cls.chain(as_keys(keys), memory.check_pages(pages), memory, parent, depth)
+        array = as_keys(keys)
+        request = cls.chain(array, memory.check_pages(pages, n=len(array)), memory, parent, depth)
         return request._replace(tenant=tenant, expiry_64s=expiry) if expiry or tenant else request
 
     def take(self, rows: Rows) -> PutRequest:
@@ -394,10 +395,3 @@ class PutTogether:
         for part in self._parts:
             part.progress.refuse(part.rows, error)
             part.ended(part, error)
-
-
-def check_lengths(keys: Keys, pages: U32) -> U32:
-    """The pages, if there is one per key.  Raises ConfigError."""
-    if len(keys) != pages.size:
-        raise ConfigError(f"{len(keys)} keys and {pages.size} pages; pass one page per key")
-    return pages
