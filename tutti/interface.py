@@ -174,7 +174,6 @@ class Store(ABC):
     def unpin(self, name: str | None = None) -> None:
         """Releases the pins that look-ups made by this name; without a name, those of all."""
 
-    @takes(namespace=text)
     @uninterrupted(lambda _, ticket: ticket.wait_ended(UNDO_S))
     def put(
         self,
@@ -203,7 +202,6 @@ class Store(ABC):
             self._watch_expiry()
         return PutTicket(self._queue.put(request))
 
-    @takes(batch=text, ahead=flag)
     @uninterrupted(lambda _, ticket: ticket.cancel(UNDO_S))
     def load(
         self,
@@ -224,6 +222,9 @@ class Store(ABC):
         two keys, and the errors of ``put``.  Raises PagesInUse when it was aborted after a partial
         start and the device may still write into ``pages``; after other errors it does not.
         """
+        if type(batch) is not str or batch or ahead is not False:  # seldom
+            text("batch", batch)
+            flag("ahead", ahead)
         array, paged = as_keys(keys), self._memory(memory)
         numbers = paged.check_pages(pages, once=self.config.verify != "off", n=len(array))
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))

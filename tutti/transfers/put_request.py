@@ -81,7 +81,7 @@ class PutRequest(NamedTuple):
     ) -> PutRequest:
         """As `chain`, for unchecked values.  Raises KeySizeError, PageRangeError, ConfigError."""
         expiry = 0 if ttl_s is None else expiry_of(ttl_s)
-        tenant = 0 if namespace == "" else tenant_of(namespace)
+        tenant = tenant_of(namespace) if type(namespace) is not str or namespace else 0
         array = as_keys(keys)
         request = cls.chain(array, memory.check_pages(pages, n=len(array)), memory, parent, depth)
         return request._replace(tenant=tenant, expiry_64s=expiry) if expiry or tenant else request
