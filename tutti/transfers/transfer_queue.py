@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import Rows
+from tutti.base.arrays import FIRST_ROWS, Rows
 from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import TuttiError
@@ -97,7 +97,7 @@ class TransferQueue(Owned):
         A put of more pages than may wait starts at once, as dropping it would free nothing.
         """
         core, dispatcher, n = self._core, self.dispatcher, len(request.keys)
-        now = np.arange(n, dtype=np.int64)
+        now = FIRST_ROWS[:n] if n <= FIRST_ROWS.size else np.arange(n, dtype=np.int64)
         with core.lock:
             if not core.ready:
                 core.wait_admitted(core.config.timeout_s, request.memory)
