@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64
+from tutti.base.arrays import U32, U64, UINT32
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES
@@ -117,7 +117,7 @@ class PagedMemory:
                 raise ConfigError("a page is named twice; pass a different page for each key")
         if n is not None and n != array.size:
             raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
-        return array.astype(np.uint32, order="C")
+        return array.astype(UINT32, order="C")
 
 
 def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> PagedMemory:

@@ -15,13 +15,12 @@ import numpy.typing as npt
 import xxhash
 
 from tutti import native
-from tutti.base.arrays import Keys
+from tutti.base.arrays import UINT8, Keys
 from tutti.base.checks import whole
 from tutti.errors import ConfigError, KeySizeError
 
 KEY_NBYTES = 16
 _TOKEN_MAX = 2**32 - 1
-_UINT8 = np.dtype(np.uint8)  # comparing two dtypes is faster than comparing with np.uint8
 
 
 def object_keys(fingerprint: bytes, hashes: Sequence[bytes]) -> Keys:
@@ -80,7 +79,7 @@ def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
     Raises KeySizeError, which names the first wrong key and its size.
     """
     if isinstance(keys, np.ndarray):
-        if keys.dtype != _UINT8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
+        if keys.dtype != UINT8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
             raise KeySizeError(
                 f"keys are an array of {keys.dtype} {keys.shape}; pass uint8 (n, {KEY_NBYTES})"
             )

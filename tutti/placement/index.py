@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U64, Keys, Mask, Slots
+from tutti.base.arrays import U64, UINT8, Keys, Mask, Slots
 from tutti.errors import CapacityError
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import NO_SLOT, NativeIndex, NativeInsertion, address, quick
@@ -28,7 +28,6 @@ MISSING = -1
 CLOCK_MAX = 0xFFFFFFFF
 PINS_MAX = 0xFFFF  # of one slot
 
-_UINT8 = np.dtype(np.uint8)
 _DIGESTS = np.uint64(1 << 63)  # above a sequence number
 
 
@@ -378,7 +377,7 @@ class Index:
         """Asserts that native code can read them."""
         assert keys.ndim == 2, "keys have the shape (n, 16)"
         assert keys.shape[1] == KEY_NBYTES, "a key is 16 bytes"
-        assert keys.dtype == _UINT8, "keys are uint8"
+        assert keys.dtype == UINT8, "keys are uint8"
 
     def _room(self, n: int) -> tuple[Slots, int]:
         """Where native code may write n slots of a look-up: an array, and its address."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Keys, Rows, Slots
+from tutti.base.arrays import U32, U64, UINT8, Keys, Rows, Slots
 from tutti.base.checks import whole
 from tutti.errors import CapacityError
 from tutti.gio_uring.iocb import PagedMemory
@@ -59,7 +59,7 @@ class PutRequest(NamedTuple):
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
             depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
         # A copy, as records are written later: each key lies behind its predecessor.
-        chain = np.zeros((n + 1, KEY_NBYTES), np.uint8)
+        chain = np.zeros((n + 1, KEY_NBYTES), UINT8)
         if parent is not None:
             chain[0] = np.frombuffer(parent, np.uint8)
         own, end = chain[1:], depth + n

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.base.arrays import U32, U64, Slots
+from tutti.base.arrays import U32, U64, UINT32, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE
@@ -25,8 +25,6 @@ from tutti.pool.slot_jobs import PutStruct
 from tutti.transfers.core import Core
 from tutti.transfers.put_request import PutGrant, PutRequest
 from tutti.transfers.tickets import NO_STATUS
-
-_UINT32 = np.dtype(np.uint32)
 
 
 class QuickPut:
@@ -114,7 +112,7 @@ class QuickPuts:
         if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
         assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
-        assert request.depths.dtype == request.pages.dtype == _UINT32, "as native code reads them"
+        assert request.depths.dtype == request.pages.dtype == UINT32, "as native code reads them"
         started = self._puts[block]
         started.n = n
         keep = (started.words, request, memory)

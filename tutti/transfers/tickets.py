@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, Rows, Slots
+from tutti.base.arrays import U32, UINT8, UINT32, Rows, Slots
 from tutti.base.callbacks import Guard
 from tutti.base.checks import function, seconds, takes, whole
 from tutti.base.histogram import Histogram
@@ -146,8 +146,8 @@ class PutProgress(Latch):
         self._begun_s = begun_s or time.monotonic()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[PutProgress], None]] = []
-        self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, np.uint8)  # PENDING
-        self.status: U32 = np.zeros(keys, np.uint32)
+        self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, UINT8)  # PENDING
+        self.status: U32 = np.zeros(keys, UINT32)
         self.slots: list[Slots] = []
 
     def on_done(self, callback: Callable[[PutProgress], None]) -> None:
