@@ -34,13 +34,9 @@ struct tutti_slot_job {
   uint32_t ahead;
 };
 
-// Words of 8 bytes that a job of n slots needs: status u32[n], then its runs.
-inline uint64_t tutti_slot_job_words(const tutti_slot_job& job, uint64_t n) {
-  return n / 2 + 1 + 3 * n * job.slot_runs_max;
-}
-
-// Submits a job on slots in page order; it uses the words until its release. Returns 0, an error of
-// gio_engine_submit, or -EINVAL or -ERANGE for slots that do not exist.
+// Submits a job on slots in page order. It uses the words until its release: n / 2 + 1 with the
+// status u32[n], then 3 per slot and command of it. Returns 0, an error of gio_engine_submit, or
+// -EINVAL or -ERANGE for slots that do not exist.
 TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                                    uint64_t* words);
 

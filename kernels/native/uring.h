@@ -87,11 +87,6 @@ class Uring {
                      __ATOMIC_RELEASE);  // pairs with enter's kernel side
   }
 
-  bool has_completions() const {
-    // Pairs with the kernel's release of the completion queue's tail.
-    return __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE) != *cq_head_;
-  }
-
   // Whether completions are waiting for enter() to move them into the queue.
   bool wants_enter() const {
     // Pairs with nothing: a hint, the queue itself is read with acquire.

@@ -20,7 +20,6 @@ from tutti.errors import ConfigError, Unsupported
 
 _FIRST = 1 << 62  # beyond the end of any file
 _PID_SHIFT = 30
-_LAST = (1 << 63) - 1
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
