@@ -1,4 +1,4 @@
-// Splits runs of slices into commands.
+// Splits runs of slices into commands, and copies page numbers.
 #include "runs.h"
 
 #include <algorithm>
@@ -81,4 +81,17 @@ int64_t gio_slot_runs(const int64_t* slots, uint64_t n, const gio::SlotPlaces* p
     i += count;
   }
   return cutter.written();
+}
+
+int64_t gio_copy_pages(const uint8_t* pages, uint32_t nbytes, uint64_t n, uint64_t most,
+                       uint32_t* out) {
+  bool ascends = true;
+  for (uint64_t i = 0; i < n; ++i) {
+    uint64_t page = 0;
+    std::copy_n(pages + i * nbytes, nbytes, reinterpret_cast<uint8_t*>(&page));
+    if (page >= most) return -ERANGE;
+    ascends = ascends && (i == 0 || page > out[i - 1]);
+    out[i] = static_cast<uint32_t>(page);
+  }
+  return ascends ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-// Splits runs of slices into the commands of a job, from the locations of the slices.
+// Splits runs of slices into the commands of a job, and copies the numbers of its pages.
 #pragma once
 
 #include "api.h"
@@ -35,3 +35,7 @@ TUTTI_API int64_t gio_split_runs(const uint64_t* slba, const uint32_t* nsid, con
 // exist.
 TUTTI_API int64_t gio_slot_runs(const int64_t* slots, uint64_t n, const gio::SlotPlaces* places,
                                 const gio::Cut* cut, gio::Run* out, uint64_t out_max);
+// Copies n page numbers of 4 or 8 bytes, little-endian; -ERANGE if one is negative or not below
+// `most`, else whether each is above the one before.
+TUTTI_API int64_t gio_copy_pages(const uint8_t* pages, uint32_t nbytes, uint64_t n, uint64_t most,
+                                 uint32_t* out);

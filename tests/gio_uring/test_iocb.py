@@ -66,6 +66,16 @@ def test_page_numbers_are_checked() -> None:
             memory.check_pages(bad)
 
 
+@pytest.mark.parametrize("kind", ["i1", "u2", "i4", "u4", "i8", "u8", ">i4", ">u8"])
+def test_page_numbers_may_be_any_integers(kind: str) -> None:
+    memory, pages = flat_memory(1 << 20, 4096, 100), np.array([7, 99, 0, 3], kind)
+    assert memory.check_pages(pages, once=True).tolist() == [7, 99, 0, 3]
+    assert memory.check_pages(pages[::-2]).tolist() == [3, 99]
+    for bad in (100, -1)[: 1 if "u" in kind else 2]:
+        with pytest.raises(PageRangeError, match=f"page {bad} is outside"):
+            memory.check_pages(np.array([7, bad], kind))
+
+
 def test_there_is_a_page_for_each_key() -> None:
     memory = flat_memory(1 << 20, 4096, 10)
     assert memory.check_pages([0, 9], n=2).tolist() == [0, 9]

@@ -78,6 +78,7 @@ _QUICK: native.Prototypes = {
     "gio_job_free": (None, (_P,)),
     "gio_split_runs": (_I64, (_P, _P, _P, _U64, _P, _P, _U64)),
     "gio_slot_runs": (_I64, (_P, _U64, _P, _P, _P, _U64)),
+    "gio_copy_pages": (_I64, (_P, _U32, _U64, _U64, _P)),
 }
 
 

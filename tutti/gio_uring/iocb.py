@@ -22,7 +22,7 @@ from tutti.gio_uring.nvme_spec import PAGE_NBYTES
 from tutti.native import address, members
 
 SEGMENTS_MAX = 4
-_FEW = 128
+_COPIED = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.int32), UINT32  # by native code
 
 #: ``gio::Run``: one command per layer.
 RUN_DTYPE = np.dtype(
@@ -99,25 +99,24 @@ class PagedMemory:
 
         Raises PageRangeError, ConfigError for duplicates or another number of pages than of keys.
         """
-        array = np.asarray(pages)
+        array = np.asarray(pages, order="C")
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
-        if array.size:
-            # A few numbers are checked faster one by one.
-            one_by_one = once or array.size <= _FEW
-            numbers = array.tolist() if one_by_one else (array.min(), array.max())
-            low, high = int(min(numbers)), int(max(numbers))
-            if low < 0 or high >= self.pages:
-                bad = low if low < 0 else high
-                raise PageRangeError(
-                    f"page {bad} is outside the registered memory of {self.pages} pages; "
-                    f"use page numbers from 0 to {self.pages - 1}"
-                )
-            if once and len(set(numbers)) != len(numbers):
-                raise ConfigError("a page is named twice; pass a different page for each key")
         if n is not None and n != array.size:
             raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
-        return array.astype(UINT32, order="C")
+        known = array if array.dtype in _COPIED else array.astype(np.int64)
+        numbers = np.empty(array.size, UINT32)
+        arguments = (address(known), known.itemsize, array.size, self.pages, address(numbers))
+        ascends = _native.quick().gio_copy_pages(*arguments)
+        if ascends < 0:
+            bad = min(0, int(array.min())) or int(array.max())
+            raise PageRangeError(
+                f"page {bad} is outside the registered memory of {self.pages} pages; "
+                f"use page numbers from 0 to {self.pages - 1}"
+            )
+        if once and not ascends and len(set(numbers.tolist())) != numbers.size:
+            raise ConfigError("a page is named twice; pass a different page for each key")
+        return numbers
 
 
 def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> PagedMemory:
