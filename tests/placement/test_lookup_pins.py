@@ -26,7 +26,7 @@ def kept(holds: LookupPins) -> list[int]:
 def test_a_hold_ends_by_later_look_ups_alone() -> None:
     holds = made()
     holds.lookup()
-    assert holds.pin(None, slots(0, 1)) == 2
+    assert holds.pin(True, slots(0, 1)) == 2
     for _ in range(3):
         holds.lookup()
         assert kept(holds) == [0, 1]

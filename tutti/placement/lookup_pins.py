@@ -56,14 +56,14 @@ class LookupPins:
                 break
             self.release(holder)
 
-    def pin(self, holder: str | None, slots: Slots, *, last: bool = False) -> int:
-        """Pins slots (n,) for a holder, instead of those that it pinned before; None: a new holder.
+    def pin(self, holder: str | bool, slots: Slots, *, last: bool = False) -> int:
+        """Pins slots (n,) for a holder, instead of those that it pinned before; True: a new holder.
 
         Returns how many were pinned, from the first on (with ``last``: the last ones).  Slots that
         others pin already take no room; the others are pinned until ``slots_max`` is reached.
         """
         name: str | int
-        if holder is None:
+        if not isinstance(holder, str):
             name = next(self._nameless)
         else:
             name, before = holder, self._held.get(holder)
