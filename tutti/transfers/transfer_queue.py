@@ -160,9 +160,9 @@ class TransferQueue(Owned):
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load, Loader.load."""
         core, dispatcher, n = self._core, self.dispatcher, len(keys)
-        start = partial(self._loader.load, keys, pages, memory, admit=admit, ahead=ahead)
+        start = self._loader.load
         if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
-            return start()
+            return start(keys, pages, memory, admit=admit, ahead=ahead)
         name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
         nbytes, load = core.geometry.slice_nbytes * n, None
         known = LoadKnown(at_ns, name, core.layers, nbytes, 0, 0, batch=batch)
@@ -174,7 +174,7 @@ class TransferQueue(Owned):
         over = self._over() if dispatcher.under_way else 0
         try:
             if core.ready and dispatcher.alone(known, over):
-                progress = start(waits=False)
+                progress = start(keys, pages, memory, admit=admit, waits=False, ahead=ahead)
                 self._alone = name, progress
             else:
                 load = QueuedLoad(name, core.layers)
