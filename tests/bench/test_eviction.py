@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from integrity import check_allocator, check_index
 
 from store.pools import formatted, opened
 from tutti.base.terminal import progress
@@ -62,8 +63,8 @@ def test_a_scan_does_not_push_out_what_is_used_again() -> None:
             if turn % 4 == 0:
                 pool.play(block_keys(bytes(16), range(500 + turn % 16, 530 + turn % 16)))
         hits[policy] = pool.hits
-        pool.index.check_integrity()
-        pool.allocator.check_integrity()
+        check_index(pool.index)
+        check_allocator(pool.allocator)
     assert hits["mq"] >= hits["lru"]
 
 

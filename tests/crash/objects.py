@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from integrity import check_allocator, check_index
 from waiting import wait_until
 
 from store.pools import LAYOUT
@@ -98,8 +99,8 @@ def check_books(store: ObjectStore) -> None:
     wait_until(lambda: not core.expected, "the room that was expected is not made")
     with core.lock:
         assert core.wait_quiet(20), "something stays in flight"
-        core.index.check_integrity()
-        core.allocator.check_integrity()
+        check_index(core.index)
+        check_allocator(core.allocator)
         free = core.index.state <= 1
         for _, kept in store._reclaimer.faults.paused.values():  # free, and not to be used now
             free[kept] = False

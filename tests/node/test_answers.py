@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from integrity import check_allocator
 from placement.test_index import as_slots, make_keys
 
 from tutti.medium.keys import KEY_NBYTES
@@ -86,4 +87,4 @@ def test_a_put(there: tuple[int, ...]) -> None:
     rows = np.array(new, "<u4").tobytes() if there else b""
     assert read(chain.answer) == Plan(9, [MoveJob(4, chain.slots.tobytes(), rows)])
     assert allocator.free_slots == 32 - 7
-    allocator.check_integrity()
+    check_allocator(allocator)

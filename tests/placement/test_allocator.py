@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_allocator, check_index
 
 from tutti.placement.allocator import Allocator, Placer
 from tutti.placement.index import Index
@@ -80,7 +81,7 @@ class AllocatorModel(RuleBasedStateMachine):
         if not hasattr(self, "allocator"):
             return
         allocator = self.allocator
-        allocator.check_integrity()
+        check_allocator(allocator)
         assert allocator.free_slots == len(self.free)
         everything = np.arange(allocator.slots)
         assert set(np.flatnonzero(allocator.is_free(everything)).tolist()) == self.free
@@ -143,7 +144,7 @@ def test_a_free_predecessor_is_no_place_to_continue() -> None:
     slots = allocator.allocate(3)
     allocator.free(slots)
     assert len(allocator.allocate(4, after=0)) == 4
-    allocator.check_integrity()
+    check_allocator(allocator)
 
 
 def test_space_that_comes_back_is_whole_again() -> None:
@@ -153,7 +154,7 @@ def test_space_that_comes_back_is_whole_again() -> None:
     allocator.free(slots[::-1].copy())
     assert allocator.free_slots == 24
     assert len(runs_of(allocator.allocate(4), 4)) == 1
-    allocator.check_integrity()
+    check_allocator(allocator)
 
 
 def test_mistakes_of_the_caller_are_noticed() -> None:
@@ -187,5 +188,5 @@ def test_a_chain_lies_in_a_run_and_keys_that_are_there_give_their_slots_back() -
     many_depths = np.zeros(8, np.uint32)
     short = placer.place(many, np.zeros_like(many), many_depths, 14, has_digests=False)
     assert short.keys == 7 and short.slots.size == 7 and allocator.free_slots == 0
-    allocator.check_integrity()
-    index.check_integrity()
+    check_allocator(allocator)
+    check_index(index)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from integrity import check_index
 
 from tutti.placement.index import CLOCK_MAX, MISSING, Index, SlotState
 from tutti.placement.reuse import ReuseHistory
@@ -113,7 +114,7 @@ class IndexModel(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.index.check_integrity()
+        check_index(self.index)
         assert self.index.state.tolist() == [self.state[slot] for slot in range(self.SLOTS)]
         numbers = self.index.counts()
         assert numbers == {state: len(self.in_state(state)) for state in SlotState}
@@ -141,7 +142,7 @@ def test_churn_at_full_load_against_a_dict(rng: np.random.Generator) -> None:
         gone = [slot_of.pop(int(number)) for number in held[: len(held) // 2]]
         index.remove(as_slots(*gone), SlotState.FREE)
         free += gone
-        index.check_integrity()
+        check_index(index)
         numbers = np.arange(100_000)[:: int(rng.integers(1, 50))]
         expected = [slot_of.get(number, MISSING) for number in numbers.tolist()]
         assert index.find(make_keys(numbers)).tolist() == expected
@@ -230,7 +231,7 @@ def test_a_slot_in_flight_is_quarantined_but_never_given_up() -> None:
         index.set_state(as_slots(0), SlotState.VOIDING)
     index.unpin(as_slots(0))
     index.set_state(as_slots(0), SlotState.VOIDING)
-    index.check_integrity()
+    check_index(index)
 
 
 def test_insert_writes_the_columns_of_new_keys_only() -> None:
@@ -279,7 +280,7 @@ def test_the_clock_wraps_without_losing_order() -> None:
         index.match(make_keys([3]))
     assert index.uses < (1 << 31) + 10, "it did not wrap"
     assert index.access[3] > index.access[2] > index.access[1] > index.access[0]
-    index.check_integrity()
+    check_index(index)
 
 
 def test_clear_keeps_the_quarantined_and_refuses_work_in_flight() -> None:
@@ -297,7 +298,7 @@ def test_clear_keeps_the_quarantined_and_refuses_work_in_flight() -> None:
     assert index.counts()[SlotState.QUARANTINED] == 1
     assert index.counts()[SlotState.FREE] == 7
     assert index.match(make_keys([1])).size == 0
-    index.check_integrity()
+    check_index(index)
 
 
 @pytest.mark.parametrize("slots", [1, 1000, 1024, 1025, 100_000])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from integrity import check_allocator, check_index
 from linker_engine import LAYERS, PAGES, WAIT_S, Rig, in_use, kept_ahead, names, transfer, wait_for
 from memory_controller import Faults
 
@@ -278,8 +279,8 @@ def nothing_leaks(rig: Rig) -> None:
     assert not store._core.index.pins.any()
     assert not store._core.index.kept.any()
     with store._core.lock:
-        store._core.index.check_integrity()
-        store._core.allocator.check_integrity()
+        check_index(store._core.index)
+        check_allocator(store._core.allocator)
 
 
 def test_the_model_notices_wrong_bytes(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integrity import check_index
 from node.agents import LAYOUT, LOOKUP_S, WAIT_S, start_process
 from scheduler.drive import Linear
 
@@ -219,7 +220,7 @@ def test_usage_is_what_a_scan_finds(rng: np.random.Generator) -> None:
             assert all(used[n] <= min(most[n], capacity) * OBJECT_NBYTES for n in names)
         assert sum(used.values()) > 0
         images = images_of(store.controller)  # type: ignore[arg-type]
-        store._core.index.check_integrity()
+        check_index(store._core.index)
         store.close()
 
 

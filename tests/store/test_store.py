@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integrity import check_allocator, check_index
 
 from store.pools import (
     GEOMETRY,
@@ -129,8 +130,8 @@ def test_churn_keeps_the_books(rng: np.random.Generator) -> None:
         assert store.stats()["evicted"] > 0
         store._core.wait_quiet(5)
         with store._core.lock:
-            store._core.index.check_integrity()
-            store._core.allocator.check_integrity()
+            check_index(store._core.index)
+            check_allocator(store._core.allocator)
             free = store._core.index.state <= SlotState.VOIDED
             slots = np.arange(store._core.index.slots)
             assert np.array_equal(store._core.allocator.is_free(slots), free)

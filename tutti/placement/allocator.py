@@ -20,7 +20,6 @@ from tutti.base.arrays import U32, U64, Keys, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import (
     ANSWER_NBYTES,
-    NO_SLOT,
     NativeAllocator,
     NativePlacement,
     NativePutRequest,
@@ -103,22 +102,6 @@ class Allocator:
         assert flat[slots].all(), "a slot was taken that was not free"
         flat[slots] = False
         quick().tutti_allocator_rebuild(self._handle)
-
-    def check_integrity(self) -> None:
-        """Asserts that counts and lists agree with the free slots; for tests, O(slots)."""
-        assert self.free_slots == np.count_nonzero(self._free), "the count of free slots is off"
-        longest = [max(map(len, row.tobytes().split(b"\0"))) for row in self._free]
-        assert longest == self._longest.tolist(), "a group has another longest run"
-        listed: dict[int, int] = {}
-        for number, group in enumerate(self._first.tolist()):
-            while group != NO_SLOT:  # bounded: a group is in one list
-                assert group not in listed, "a group is listed twice"
-                listed[group] = number
-                group = int(self._next[group])
-        for group, length in enumerate(longest):
-            member, is_whole = group // self.groups_per_member, length == self.group_slots
-            number = member if is_whole else self.members + length
-            assert listed.get(group) == (number if length else None), "a group is filed wrongly"
 
 
 class Placed(NamedTuple):

@@ -334,22 +334,6 @@ class Index:
         numbers = np.bincount(self.state, minlength=len(SlotState))
         return {state: int(numbers[state]) for state in SlotState}
 
-    def check_integrity(self) -> None:
-        """Asserts that the table and the arrays agree; for tests, O(slots)."""
-        owners = np.flatnonzero(_OWNS_KEY[self.state])
-        entries = self._table[self._table != NO_SLOT]
-        mapped = np.sort(entries & np.uint32(self.native.slot_mask)).astype(np.int64)
-        assert np.array_equal(mapped, owners), "the table and the states disagree"
-        assert np.array_equal(self.find(self.key[owners]), owners), "a key is not found"
-        others = ~_OWNS_KEY[self.state]
-        assert not self._words[others].any(), "a slot kept a key that it does not own"
-        pinned = others & (self.pins > 0)
-        assert (self.state[pinned] == SlotState.QUARANTINED).all(), "a slot in flight was given up"
-        assert (self.access <= self.uses).all(), "an access lies in the future"
-        tenants = np.bincount(self.tenant, minlength=self.tenant_slots.size)
-        assert np.array_equal(self.tenant_slots[1:], tenants[1:]), "a namespace's count is off"
-        assert not self.tenant[others].any(), "a slot without a key has a namespace"
-
     def _clear_catalogue(self) -> None:
         self.pinned = _zeros(self.slots, np.bool_)
         self.tenant = _zeros(self.slots, np.uint16)
