@@ -12,7 +12,7 @@ from tutti.base.arrays import U32, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_RECORDS, Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds
-from tutti.gio_uring.nvme_spec import FUA
+from tutti.gio_uring.nvme_spec import FUA, PSDT_PRP
 from tutti.gio_uring.transfer import TIMEOUT_S, HostOptions
 from tutti.native import NativePutTables, address, members
 from tutti.pool.slot_extents import SlotPlaces
@@ -46,7 +46,7 @@ class SlotJobs:
     """Starts jobs of one engine on the slots of one pool.  Thread-safe.
 
     slice_nlb, layer_stride_nlb: see Extents.  words: 8-byte words of memory that a job needs for
-    each slot; it needs one more word.
+    each slot; it needs one more word.  load: of the load that begins; its caller holds a lock.
     """
 
     def __init__(
@@ -76,13 +76,21 @@ class SlotJobs:
             slot_runs_max=slot_runs,
             timeout_ns=nanoseconds(timeout_s),
         )
+        self.load = SlotJobStruct.from_buffer_copy(self.common)
 
-    def struct(
-        self, job: Job, pages: U32, memory: PagedMemory, *, held: bool = False, ahead: bool = False
+    def fill(
+        self,
+        struct: SlotJobStruct,
+        job: Job,
+        pages: U32,
+        memory: PagedMemory,
+        *,
+        held: bool = False,
+        ahead: bool = False,
     ) -> SlotJobStruct:
-        """The struct of an open job, with which native code starts it."""
-        struct = SlotJobStruct.from_buffer_copy(self.common)
-        struct.descriptors_max = self._engine.descriptors_of(memory)
+        """A copy of ``common`` for an open job, with which native code starts it."""
+        if self._engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
+            struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
         struct.job, struct.tag = ctypes.addressof(job.native), job.tag
         struct.held, struct.ahead = held, ahead
@@ -101,7 +109,8 @@ class SlotJobs:
         words = np.empty(n * self.words + 1, np.uint64)
         keep = (words, pages, memory, digests)
         job = self._engine.open_job(words.view(np.uint32)[:n], keep, options.get("on_released"))
-        struct = self.struct(job, pages, memory, held=options.get("held", False))
+        struct = SlotJobStruct.from_buffer_copy(self.common)
+        self.fill(struct, job, pages, memory, held=options.get("held", False))
         struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)
         struct.flags = FUA if options.get("fua") else 0
         struct.timeout_ns = nanoseconds(options.get("timeout_s", TIMEOUT_S))

@@ -214,7 +214,7 @@ class Loader:
             if is_ours:
                 job = core.engine.open_job(NO_STATUS, (plan, pages, memory), settle.end_part)
                 progress.parts, progress.plan = [LoadPart(job, None, whole=False)], plan
-                start = core.slot_jobs.struct(job, pages, memory, **order)
+                start = core.slot_jobs.fill(core.slot_jobs.load, job, pages, memory, **order)
             if core.planner.begin(keys, verify=every, plan=plan, start=start).refused:
                 core.engine.check_started(None, plan.refused)
         except LookupError as error:

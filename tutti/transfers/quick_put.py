@@ -14,7 +14,7 @@ import numpy as np
 from tutti.base.arrays import U32, U64, UINT32, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
-from tutti.gio_uring.nvme_spec import OPCODE_WRITE
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE, PSDT_PRP
 from tutti.medium.geometry import RECORD_NBYTES
 from tutti.medium.keys import KEY_NBYTES
 from tutti.medium.slot_record import COUNTER_MAX
@@ -120,7 +120,8 @@ class QuickPuts:
         try:
             data = self._data
             data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
-            data.descriptors_max = core.engine.descriptors_of(memory)
+            if core.engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
+                data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
             data.held = grant is not None
             put.keys, put.parents = address(request.keys), address(request.parents)
