@@ -96,6 +96,10 @@ def calls(parent: Parent) -> list[str]:
         lambda: parent.load.wait(),
         lambda: parent.load.wait_settled(),
         lambda: parent.load.on_settled(print),
+        lambda: parent.load.cancel(),
+        lambda: parent.put.on_done(print),
+        lambda: parent.put.outcome,
+        lambda: parent.load.done,
         lambda: pool.read(0),
     ]
     return [_name_of(call) for call in tried]

@@ -65,6 +65,10 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_pool(tmp_path: Path)
 
 def test_an_open_pool_cannot_be_sent_to_another_process(tmp_path: Path) -> None:
     with tutti.open(tmp_path / "pool", LAYOUT, "8MiB") as store:
+        store.allocate_memory(1)
+        ticket = store.put([b"k" * 16], [0])
         for send in (pickle.dumps, copy.copy):
-            with pytest.raises(ConfigError, match="open the pool in that process"):
-                send(store)
+            for thing in (store, ticket):
+                with pytest.raises(ConfigError, match="open the pool in that process"):
+                    send(thing)
+        assert ticket.wait(30).stored == 1

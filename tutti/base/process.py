@@ -28,9 +28,20 @@ _reference, _forget = weakref.ref, _owned.discard
 _exits: set[Callable[[], object]] = set()
 _files: weakref.WeakSet[FileIO | socket.socket] = weakref.WeakSet()
 _File = TypeVar("_File", bound=FileIO | socket.socket)
+generation = object()  #: Of this process; a forked child has another.
 
 
-class Owned:
+class Uncopied:
+    """Base of objects that cannot be copied or sent to another process."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be copied or sent to another process; close it and open "
+            "the pool in that process"
+        )
+
+
+class Owned(Uncopied):
     """Base of objects that belong to the process that made them.
 
     In a forked child each becomes `Foreign`: `close` does nothing, and any other use raises
@@ -42,17 +53,16 @@ class Owned:
         _owned.add(_reference(self, _forget))
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError(
-            f"{type(self).__name__} cannot be copied or sent to another process; close it and open "
-            "the pool in that process"
-        )
-
 
 _REFUSAL = (
     "this was opened before the process forked and belongs to the parent; a pool is open in one "
     "process only: open it after the fork, in the process that is to use it"
 )
+
+
+def refusal() -> ForkedProcess:
+    """The error of what belongs to the process from which this one was forked."""
+    return ForkedProcess(_REFUSAL)
 
 
 class Foreign:
@@ -63,16 +73,16 @@ class Foreign:
             return object.__getattribute__(self, name)
         if name == "close":
             return _nothing
-        raise ForkedProcess(_REFUSAL)
+        raise refusal()
 
     def __enter__(self) -> Self:
-        raise ForkedProcess(_REFUSAL)
+        raise refusal()
 
     def __len__(self) -> int:
-        raise ForkedProcess(_REFUSAL)
+        raise refusal()
 
     def __contains__(self, item: object) -> bool:
-        raise ForkedProcess(_REFUSAL)
+        raise refusal()
 
     def __bool__(self) -> bool:
         return True
@@ -117,6 +127,8 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 def _disown() -> None:
     """Runs in a child, whose only thread is the one that forked."""
+    global generation
+    generation = object()
     for thing in [reference() for reference in _owned]:
         if thing is not None:
             object.__setattr__(thing, "__class__", Foreign)

@@ -9,17 +9,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti.base import process
 from tutti.base.arrays import U32, UINT8, UINT32, Rows, Slots
 from tutti.base.callbacks import Guard
 from tutti.base.checks import function, seconds, takes, whole
 from tutti.base.histogram import Histogram
 from tutti.base.interrupts import Latch
-from tutti.base.process import Owned
+from tutti.base.process import Uncopied
 from tutti.errors import CapacityError, DeviceTimeout, PageRangeError, PagesInUse, TuttiError
 from tutti.gio_uring.nvme_spec import STATUS_INTERNAL_ERROR
 from tutti.gio_uring.status import error_status, status_error
@@ -29,6 +30,7 @@ from tutti.transfers.put_limits import Limit
 
 _STREAM_MAX = 2**64 - 1  # an address
 NO_STATUS: U32 = np.zeros(0, np.uint32)
+_Progress = TypeVar("_Progress", bound=Latch)
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,26 @@ class Outcome(IntEnum):
     FAILED = 4
 
 
-class PutTicket(Owned):
+class _Ticket(Uncopied, Generic[_Progress]):
+    """Belongs to the process that made it, as an Owned object; to register it as one would take
+    longer than all else about it, and every put and load makes one.
+    """
+
+    def __init__(self, progress: _Progress) -> None:
+        self._own, self._made_in = progress, process.generation
+
+    @property
+    def _progress(self) -> _Progress:
+        if self._made_in is not process.generation:
+            raise process.refusal()
+        return self._own
+
+
+class PutTicket(_Ticket["PutProgress"]):
     """A put that was started.  Thread-safe.
 
     The pages must not change before the put is done.
     """
-
-    def __init__(self, progress: PutProgress) -> None:
-        self._progress = progress
 
     def __repr__(self) -> str:
         counts = Counter(Outcome(code).name.lower() for code in self.outcome.tolist())
@@ -186,14 +200,11 @@ class LoadPart(NamedTuple):
     whole: bool  # no layer is ready before all are: unproven objects are verified in full first
 
 
-class LoadTicket(Owned):
+class LoadTicket(_Ticket["LoadProgress"]):
     """A load that was started; its layers become ready one after another.  Thread-safe.
 
     A layer must not be read before it is ready, and no page reused before the load has settled.
     """
-
-    def __init__(self, progress: LoadProgress) -> None:
-        self._progress = progress
 
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"
