@@ -260,6 +260,8 @@ def test_a_slot_cannot_be_given_twice_or_lie_outside() -> None:
         index.remove(as_slots(-1))
     with pytest.raises(AssertionError, match="16 bytes"):
         index.find(np.zeros((1, 8), np.uint8))
+    with pytest.raises(AssertionError, match="16 bytes"):
+        index.match(np.zeros((1, 8), np.uint8))
 
 
 def test_recovered_access_times_stay_in_order_with_later_lookups() -> None:

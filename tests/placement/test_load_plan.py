@@ -35,6 +35,8 @@ def test_a_load_pins_all_of_its_keys_or_none() -> None:
     assert index.pins.tolist() == [1, 2, 0, 1, 0, 0, 0, 0]
     assert loads.begin(make_keys([3, 4]), verify=True).runs == 2, "a run ends with its group"
     assert loads.begin(make_keys([]), verify=True).slots.size == 0
+    with pytest.raises(AssertionError, match="16 bytes"):
+        loads.begin(make_keys([0])[:, :8].copy(), verify=True)
 
 
 def test_an_object_with_as_many_transfers_as_can_be_counted_is_missed() -> None:
