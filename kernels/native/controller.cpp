@@ -2,6 +2,8 @@
 // data pointer, the checks of every command, and the thread that serves submitters.
 #include "controller.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -128,6 +130,12 @@ u32 walk_prp(const Sqe& sqe, u64 nbytes, MemoryMap::Reader* memory, std::vector<
 }
 
 }  // namespace
+
+u64 monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
+}
 
 int MemoryMap::add(u64 address, u64 nbytes) {
   if (address == 0 || nbytes == 0 || address + nbytes < address) return -EINVAL;

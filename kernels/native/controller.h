@@ -177,6 +177,8 @@ class Controller {
   std::atomic<bool> is_claimed_{false};
 };
 
+u64 monotonic_ns();  // CLOCK_MONOTONIC
+
 }  // namespace gio
 
 extern "C" {

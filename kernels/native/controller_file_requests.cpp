@@ -6,7 +6,6 @@
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -22,12 +21,6 @@ namespace {
 constexpr u32 kTriesMax = 64;     // of one window without progress
 constexpr u32 kNvmeTriesMax = 6;  // of an NVMe command, as many as the kernel's driver makes
 constexpr u64 kResetTickNs = 10'000'000;
-
-u64 now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
-}
 
 constexpr u32 kMediaErrors = 2, kVendors = 7;
 constexpr u32 type_of_nvme(u32 status) { return status >> 8 & 7; }
@@ -314,11 +307,11 @@ int FileController::reset(u64 timeout_ns) {
   is_resetting_ = true;
   abort_queued();
   if (under_way_ != 0) executor_->cancel();
-  const u64 start_ns = now_ns();
+  const u64 start_ns = monotonic_ns();
   u64 waited_ns = 0;
   while (under_way_ != 0) {  // bounded by the deadline
     reap(std::min(kResetTickNs, timeout_ns - waited_ns));
-    waited_ns = now_ns() - start_ns;
+    waited_ns = monotonic_ns() - start_ns;
     if (under_way_ != 0 && waited_ns >= timeout_ns) return -ETIMEDOUT;
   }
   post_kept();

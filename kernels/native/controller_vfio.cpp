@@ -36,12 +36,6 @@ struct NoDoorbell {
   static void ring_head(u32*, u32) {}
 };
 
-u64 now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<u64>(t.tv_sec) * 1'000'000'000u + static_cast<u64>(t.tv_nsec);
-}
-
 void drain(int fd) {
   u64 count;
   if (fd >= 0 && read(fd, &count, sizeof count) < 0) return;  // nothing was counted
@@ -129,7 +123,7 @@ u32 VfioController::service(u64 timeout_ns) {
   answer_ask();
   if (is_gone_) return refuse(timeout_ns);
   if (config_.shadow != 0 && !is_parked_) forward_shadows();
-  const u64 now = now_ns();
+  const u64 now = monotonic_ns();
   if (now >= next_look_ns_) {
     next_look_ns_ = now + kLookNs;
     pollfd request = {config_.request_fd, POLLIN, 0};
@@ -152,9 +146,9 @@ void VfioController::wake() {
 
 int VfioController::reset(u64 timeout_ns) {
   const auto restart = reinterpret_cast<int (*)(u64)>(config_.restart);
-  const u64 deadline_ns = now_ns() + timeout_ns;
+  const u64 deadline_ns = monotonic_ns() + timeout_ns;
   int result = is_gone_ ? 0 : restart(timeout_ns);
-  while (result == -EBUSY && now_ns() < deadline_ns) {  // a concurrent reset needs answers
+  while (result == -EBUSY && monotonic_ns() < deadline_ns) {  // a concurrent reset needs answers
     answer_ask();
     const timespec nap = {0, static_cast<long>(kNapNs)};
     nanosleep(&nap, nullptr);
@@ -279,7 +273,7 @@ void VfioController::woke(const pollfd* fds) {
   if (is_gone_) return;
   if (fds[0].revents != 0) drain(config_.irq_fd);
   if (fds[1].revents != 0) lose();
-  const u64 now = now_ns();
+  const u64 now = monotonic_ns();
   if (fds[0].revents != 0 || now < next_check_ns_) return;
   next_check_ns_ = now + kLookNs;
   check_health();

@@ -15,12 +15,6 @@ namespace {
 constexpr u64 kResetSlackNs = 400'000'000;  // a sleeping thread wakes more often than that
 constexpr u32 kUrgentTasks = 64;            // that may wait, beside two tasks for each worker
 
-u64 clock_ns(clockid_t id) {
-  timespec t;
-  clock_gettime(id, &t);
-  return static_cast<u64>(t.tv_sec) * 1'000'000'000u + static_cast<u64>(t.tv_nsec);
-}
-
 // Sets a status unless it is set: the first error of a page, or of a job, is kept.
 void set_once(u32* word, u32 status) {
   u32 none = 0;  // pairs with the caller's read once the job is done
@@ -37,8 +31,11 @@ struct Next {
   std::vector<std::list<Part>> parts;
 };
 
-u64 monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
-u64 thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
+u64 thread_cpu_ns() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<u64>(t.tv_sec) * 1'000'000'000u + static_cast<u64>(t.tv_nsec);
+}
 
 Job::Job(const JobConfig& c)
     : config(c),

@@ -304,7 +304,6 @@ class Engine {
   std::vector<std::atomic<u64>> worker_cpu_ns_;  // by worker
 };
 
-u64 monotonic_ns();
 u64 thread_cpu_ns();
 
 }  // namespace gio

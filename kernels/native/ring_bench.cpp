@@ -1,6 +1,4 @@
 // Measures the commands per second of one submitter on one queue pair.
-#include <time.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <vector>
@@ -13,12 +11,6 @@ namespace {
 
 constexpr u64 kSilenceNs = 10'000'000'000;  // without a completion
 constexpr u32 kReapMax = 32;
-
-u64 monotonic_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<u64>(now.tv_sec) * 1'000'000'000 + static_cast<u64>(now.tv_nsec);
-}
 
 struct Reads {
   u64 address;
