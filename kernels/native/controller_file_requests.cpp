@@ -392,15 +392,9 @@ int gio_file_alignment(int fd, uint32_t* memory, uint32_t* offset) {
     *offset = facts.stx_dio_offset_align;
     return *offset == 0 ? -EOPNOTSUPP : 0;
   }
-  if (is_device) {  // before Linux 6.1: a block for both, open(2)
-    int block_nbytes = 0;
-    if (ioctl(fd, BLKSSZGET, &block_nbytes) != 0) return -errno;
-    *memory = static_cast<uint32_t>(block_nbytes);
-    *offset = static_cast<uint32_t>(block_nbytes);
-    return 0;
-  }
-  // Unknown: every file system accepts a page for both.
-  *memory = gio::kPageNbytes;
-  *offset = gio::kPageNbytes;
+  // Before Linux 6.1: every file system accepts a page for both, a device a block, open(2).
+  int nbytes = static_cast<int>(gio::kPageNbytes);
+  if (is_device && ioctl(fd, BLKSSZGET, &nbytes) != 0) return -errno;
+  *memory = *offset = static_cast<uint32_t>(nbytes);
   return 0;
 }
