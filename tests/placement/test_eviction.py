@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.placement import eviction
 from tutti.placement.eviction import (
     EvictionPolicy,
     EvictionView,
@@ -95,6 +97,43 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
     queues = [queue_by_definition(view, slot) for slot in range(size)]
     assert MQ.victims(view, n).tolist() == victims_by_definition(view, queues, n)
+
+
+def large_view(seed: int, *, uses: Sequence[int], misleads: bool) -> EvictionView:
+    """Chains of eight pages in 4096 slots.  misleads: the slots of a sample are the oldest."""
+    random = np.random.default_rng(seed)
+    access = random.integers(1, 2000, 512, np.uint32).repeat(8)
+    if misleads:
+        access[::eviction._SAMPLE] = 1
+    view = make_view(8, access, np.arange(4096) % 8, empty=(7, 900), busy=(16, 17, 2048))
+    counts = random.choice(np.array(uses, np.uint8), 512).repeat(8)
+    return replace(view, uses=counts, now=2000, lifetime_bits=9)
+
+
+@pytest.mark.parametrize("n", [1, 100, 300, 1500, 5000])
+@pytest.mark.parametrize("uses", [(1, 2), (1, 2, 3, 5, 9, 255), (255,)])
+@pytest.mark.parametrize("misleads", [False, True])
+def test_a_sample_changes_no_choice(n: int, uses: tuple[int, ...], misleads: bool) -> None:
+    view = large_view(n, uses=uses, misleads=misleads)
+    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
+    queues = [queue_by_definition(view, slot) for slot in range(view.access.size)]
+    assert MQ.victims(view, n).tolist() == victims_by_definition(view, queues, n)
+
+
+class Counted(LeastRecentlyUsed):
+    """Counts what it ranks."""
+
+    ranked = 0
+
+    def rank(self, view: EvictionView, slots: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        self.ranked += slots.size
+        return super().rank(view, slots)
+
+
+def test_few_ranks_are_computed_for_a_few_victims_of_many_objects() -> None:
+    view, policy = large_view(1, uses=(1, 2, 255), misleads=False), Counted()
+    assert policy.victims(view, 100).size >= 100
+    assert policy.ranked < view.access.size // 4
 
 
 def test_what_was_looked_up_together_goes_together_and_the_coldest_first() -> None:

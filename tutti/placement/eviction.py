@@ -8,14 +8,15 @@ back in single slots makes short runs and many commands.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti.base.arrays import Mask, Slots
 
-_DEPTH_MAX = np.uint64(0xFFFFFFFF)
+_UINT32_MAX = np.uint64(0xFFFFFFFF)
+_SAMPLE = 16  # one slot in so many
 
 
 def reserve_slots(slots: int) -> int:
@@ -76,11 +77,52 @@ class LeastRecentlyUsed:
     """
 
     def victims(self, view: EvictionView, n: int) -> Slots:
-        """See EvictionPolicy. O(slots), vectorised."""
-        return _first_runs(view, view.access, n)
+        """See EvictionPolicy: whole runs of one rank each. O(slots), vectorised."""
+        slots, rank = self._coldest(view, max(0, n))
+        if n <= 0 or slots.size == 0:
+            return slots[:0]
+        if slots.size > n:  # keeps runs whole: all slots of a run have one rank
+            likely = np.flatnonzero(rank <= np.partition(rank, n - 1)[n - 1])
+            slots, rank = slots[likely], rank[likely]
+        depth = view.depth[slots]
+        follows = np.diff(slots) == 1
+        follows &= slots[1:] % view.group_slots != 0
+        follows &= (np.diff(depth.astype(np.int64)) == 1) & (rank[1:] == rank[:-1])
+        starts = np.flatnonzero(np.append(True, ~follows))
+        ends = np.append(starts[1:], slots.size)
+        order = np.lexsort((_UINT32_MAX - depth[starts], rank[starts]))
+        enough = int(np.searchsorted(np.cumsum((ends - starts)[order]), n)) + 1
+        chosen = order[:enough]
+        first, sizes = starts[chosen], (ends - starts)[chosen]
+        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        victims: Slots = slots[np.repeat(first, sizes) + within]
+        return victims
+
+    def rank(self, view: EvictionView, slots: Slots) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The lowest goes first. One of up to 32 bits is the last look-up and nothing else."""
+        return view.access[slots]
+
+    def _coldest(self, view: EvictionView, n: int) -> tuple[Slots, npt.NDArray[Any]]:
+        """Slots that may be evicted, among them those of the n lowest ranks, and their ranks.
+
+        So that few are ranked, a sample tells by when enough slots had their last look-up.
+        """
+        movable = view.resident & ~view.busy
+        sample = np.flatnonzero(movable[::_SAMPLE]) * _SAMPLE
+        enough = 2 * n // _SAMPLE + 8
+        if sample.size > 4 * enough:
+            last = int(np.partition(self.rank(view, sample), enough)[enough])
+            if last <= _UINT32_MAX:
+                # No slot of such a rank, or a lower one, was looked up later.
+                slots = np.flatnonzero(movable & (view.access <= last))
+                ranks = self.rank(view, slots)
+                if np.count_nonzero(ranks <= last) >= n:
+                    return slots, ranks
+        slots = np.flatnonzero(movable)
+        return slots, self.rank(view, slots)
 
 
-class MultiQueue:
+class MultiQueue(LeastRecentlyUsed):
     """Evicts the runs of the lowest queue, by Multi-Queue; within a queue as LeastRecentlyUsed.
 
     An object that was used n times after its first store is in queue log2(n). It falls by one queue
@@ -93,16 +135,15 @@ class MultiQueue:
     falls keeps the time of its last look-up, so a pool that keeps objects for eight lifetimes
     evicts as LeastRecentlyUsed.
 
-    A run is neighbouring slots of one group that hold successive pages of a chain, were looked up
-    together and are in one queue. It is evicted as a whole.
+    A run is as there, and in one queue.
     """
 
-    def victims(self, view: EvictionView, n: int) -> Slots:
-        """See EvictionPolicy. O(slots), vectorised."""
+    def rank(self, view: EvictionView, slots: Slots) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The queue, and below it the last look-up."""
         bits = np.uint32(min(view.lifetime_bits, 31))
-        queue = _QUEUES[view.uses]
-        queue -= np.minimum(queue, (np.uint32(view.now) - view.access) >> bits)
-        return _first_runs(view, queue.astype(np.uint64) << np.uint64(32) | view.access, n)
+        access, queue = view.access[slots], _QUEUES[view.uses[slots]]
+        queue -= np.minimum(queue, (np.uint32(view.now) - access) >> bits)
+        return queue.astype(np.uint64) << np.uint64(32) | access
 
 
 #: The queue of an object, by its number of uses.
@@ -110,29 +151,3 @@ _QUEUES = np.array([max(1, uses - 1).bit_length() - 1 for uses in range(256)], n
 
 #: Policies, by the names that options use.
 POLICIES: dict[str, EvictionPolicy] = {"lru": LeastRecentlyUsed(), "mq": MultiQueue()}
-
-
-def _first_runs(
-    view: EvictionView, rank: npt.NDArray[np.uint32] | npt.NDArray[np.uint64], n: int
-) -> Slots:
-    """At least n slots: whole runs of one rank each, by ascending rank, then the deepest first."""
-    slots = np.flatnonzero(view.resident & ~view.busy)
-    if n <= 0 or slots.size == 0:
-        return slots[:0]
-    rank = rank[slots]
-    if slots.size > n:  # keeps runs whole: all slots of a run have one rank
-        likely = np.flatnonzero(rank <= np.partition(rank, n - 1)[n - 1])
-        slots, rank = slots[likely], rank[likely]
-    depth = view.depth[slots]
-    follows = np.diff(slots) == 1
-    follows &= slots[1:] % view.group_slots != 0
-    follows &= (np.diff(depth.astype(np.int64)) == 1) & (rank[1:] == rank[:-1])
-    starts = np.flatnonzero(np.append(True, ~follows))
-    ends = np.append(starts[1:], slots.size)
-    order = np.lexsort((_DEPTH_MAX - depth[starts], rank[starts]))
-    enough = int(np.searchsorted(np.cumsum((ends - starts)[order]), n)) + 1
-    chosen = order[:enough]
-    first, sizes = starts[chosen], (ends - starts)[chosen]
-    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    victims: Slots = slots[np.repeat(first, sizes) + within]
-    return victims
