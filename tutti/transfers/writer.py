@@ -195,16 +195,16 @@ class Writer:
         self, together: PutTogether, request: PutRequest, rows: Slots, put: QuickPut, job: Job
     ) -> None:
         core = self._core
-        digests = put.digests if core.config.verify != "off" else None
-        batch = _Batch(together, request, rows, put.slots, put.sequences, digests, put.block)
         with core.lock:
             is_ready = self._quick.end(put)
             if is_ready:
                 together.tell(rows, Outcome.STORED)
                 core.count_stored(put.n)
         if is_ready:
-            self._finish(batch)
+            self._finish(together, put.block)
             return
+        digests = put.digests if core.config.verify != "off" else None
+        batch = _Batch(together, request, rows, put.slots, put.sequences, digests, put.block)
         status = put.status(of_records=False)
         if not put.is_chained or np.count_nonzero(status):
             self._data_written(batch, status, put.flushes_failed)
@@ -302,7 +302,7 @@ class Writer:
             self._release(block)
             raise
         if batch.rows.size == 0:
-            self._finish(batch)
+            self._finish(batch.together, batch.block)
             return placed, 0
         failed = self._flushes_failed
         try:
@@ -363,7 +363,7 @@ class Writer:
                 self._give_up(batch, STATUS_TIMED_OUT)
                 return
         if batch.rows.size == 0:
-            self._finish(batch)
+            self._finish(batch.together, batch.block)
         elif self._core.config.durability != "flush":
             self._write_records(batch)
         else:
@@ -463,12 +463,12 @@ class Writer:
                 core.digests.put(batch.slots, batch.sequences, batch.digests)
             batch.together.tell(batch.rows, Outcome.STORED)
             core.count_stored(batch.rows.size)
-        self._finish(batch)
+        self._finish(batch.together, batch.block)
 
     def _give_up(self, batch: _Batch, status: int) -> None:
         nothing = np.zeros(batch.rows.size, np.bool_)  # these errors do not concern single slots
         self._drop(batch, np.full(batch.rows.size, status, np.uint32), nothing)
-        self._finish(batch)
+        self._finish(batch.together, batch.block)
 
     def _drop(self, batch: _Batch, status: U32, bad: Mask) -> None:
         """Frees slots whose data was not written, at once, as no record describes them.
@@ -486,13 +486,13 @@ class Writer:
         self._core.counters.store_errors += batch.rows.size
         batch.together.tell(batch.rows, Outcome.FAILED, status)
 
-    def _finish(self, batch: _Batch) -> None:
+    def _finish(self, together: PutTogether, block: int) -> None:
         with self._core.lock:
-            self._release(batch.block)
+            self._release(block)
             self.finished += 1
             self.active -= 1
         self.batch_ended()
-        batch.together.end_batch()
+        together.end_batch()
         self._core.end()
 
     def _release(self, block: int) -> None:
