@@ -12,7 +12,12 @@ from tutti.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_calls = threading.local()
+
+class _Calls(threading.local):
+    depth = 0  # calls under way of a thread
+
+
+_calls = _Calls()
 
 
 class Guard:
@@ -26,14 +31,14 @@ class Guard:
 
     def call(self, what: str, function: Callable[..., object], *given: object) -> bool:
         """Whether the call returned.  ``what`` names it in the log."""
-        _calls.depth = _depth() + 1
+        _calls.depth += 1
         try:
             function(*given)
         except BaseException as error:
             self.caught(what, error)
             return False
         finally:
-            _calls.depth = _depth() - 1
+            _calls.depth -= 1
         return True
 
     def caught(self, what: str, error: BaseException) -> None:
@@ -50,9 +55,5 @@ class Guard:
 
 def check_not_called() -> None:
     """Raises ConfigError in a callback, which runs on a thread that a close waits for."""
-    if _depth():
+    if _calls.depth:
         raise ConfigError("a callback cannot close a store; close it in another thread")
-
-
-def _depth() -> int:
-    return int(getattr(_calls, "depth", 0))
