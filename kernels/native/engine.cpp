@@ -153,12 +153,9 @@ void Engine::begin(Job* job, std::vector<std::list<Part>>* parts) {
 }
 
 template <typename Ready>
-int Engine::wait(u64 timeout_ns, Ready ready) {
+int Engine::wait(std::condition_variable* changed, u64 timeout_ns, Ready ready) {
   std::unique_lock<std::mutex> lock(mutex_);
-  ++waiters_;
-  const bool ok = changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready);
-  --waiters_;
-  return ok ? 0 : -ETIMEDOUT;
+  return changed->wait_for(lock, std::chrono::nanoseconds(timeout_ns), ready) ? 0 : -ETIMEDOUT;
 }
 
 // The controllers' clock; 0 once they may have been destroyed.
@@ -175,7 +172,7 @@ int Engine::wait_layers(Job* job, u32 layers, u64 timeout_ns) {
     if (layers < job->waited) job->waited = layers;  // before the look: pairs with notify
     return ready();
   };
-  const int result = ready() ? 0 : wait(timeout_ns, wait_for_layers);
+  const int result = ready() ? 0 : wait(&changed_, timeout_ns, wait_for_layers);
   if (result == 0) job->consumer.gets(layers, clock_ns());
   const u64 pace_ns = job->consumer.pace_ns();
   if (result == 0 && layers >= job->n_layers && pace_ns != 0) {
@@ -191,7 +188,7 @@ u64 Engine::usual_pace_ns() const {
 }
 
 int Engine::wait_released(const Job* job, u64 timeout_ns) {
-  return wait(timeout_ns, [&] { return job->released.load(); });
+  return wait(&released_came_, timeout_ns, [&] { return job->released.load(); });
 }
 
 void Engine::open_gate(Job* job) {
@@ -255,7 +252,7 @@ int Engine::reset(u64 timeout_ns) {
     return exited_ || std::all_of(threads_.begin(), threads_.end(),
                                   [](const auto& thread) { return thread->is_reset(); });
   };
-  if (wait(timeout_ns + kResetSlackNs, is_reset) != 0) return -ETIMEDOUT;
+  if (wait(&changed_, timeout_ns + kResetSlackNs, is_reset) != 0) return -ETIMEDOUT;
   int result = 0;
   for (auto& thread : threads_) {
     if (thread->reset_result() != 0) result = thread->reset_result();
@@ -266,7 +263,8 @@ int Engine::reset(u64 timeout_ns) {
 int Engine::stop(u64 timeout_ns) {
   stop_ = true;
   attend();
-  if (wait(timeout_ns, [&] { return exited_; }) != 0 && reset(timeout_ns) != 0) return -EBUSY;
+  const auto is_over = [&] { return exited_; };
+  if (wait(&changed_, timeout_ns, is_over) != 0 && reset(timeout_ns) != 0) return -EBUSY;
   for (auto& thread : threads_)
     thread->join();  // nothing is outstanding: they end at their next turn
   return 0;
@@ -360,7 +358,6 @@ void Engine::drop(Job* job) {
     job->released = true;
     released_.splice(released_.end(), job->place);  // the job may be freed from here on
   }
-  changed_.notify_all();
   released_came_.notify_all();
 }
 
@@ -382,7 +379,8 @@ bool Engine::follow(Job* job) {
 // Wakes waiters of a job after layers became ready or it ended, if one waits for so few layers.
 // Not under the mutex: a waiter that wakes up at once would have to sleep again.
 void Engine::notify(Job* job) {
-  if (waiters_ == 0 || (!job->done && job->layers_ready < job->waited)) return;
+  const u32 waited = job->waited;  // pairs with wait_layers, which writes it before it looks
+  if (waited == ~0u || (!job->done && job->layers_ready < waited)) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     job->waited = ~0u;  // a waiter that wakes up and waits on sets it again

@@ -274,7 +274,7 @@ class Engine {
   void end_workers();
   std::vector<std::list<Part>> split(Job* job) const;
   template <typename Ready>
-  int wait(u64 timeout_ns, Ready ready);
+  int wait(std::condition_variable* changed, u64 timeout_ns, Ready ready);
 
   static constexpr u32 kConsumers = 8;
 
@@ -283,10 +283,9 @@ class Engine {
   std::vector<std::unique_ptr<ServiceThread>> threads_;
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_;  // layers, resets, the end
   std::list<u64> released_;
   std::condition_variable released_came_;
-  std::atomic<u32> waiters_{0};
   std::atomic<bool> stop_{false};
   u32 threads_left_;
   bool exited_ = false;

@@ -281,6 +281,26 @@ def test_a_wait_is_not_woken_by_layers_before_its_own(rig: Rig) -> None:
     assert sleeps and sleeps[0] < layers // 2
 
 
+def test_a_wait_for_layers_is_not_woken_by_the_end_of_other_jobs(rig: Rig) -> None:
+    held = rig.submit(OPCODE_READ, [0], held=True)
+    sleeps: list[int] = []
+
+    def wait() -> None:
+        before = own_sleeps()
+        if held.wait_layers(LAYERS, 10):
+            sleeps.append(own_sleeps() - before)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    others = 24
+    for _ in range(others):
+        time.sleep(0.005)  # by then the waiter sleeps
+        assert rig.submit(OPCODE_READ, [1]).wait_released(10)
+    held.grant(LAYERS, 2**32 - 1, None)
+    waiter.join(20)
+    assert sleeps and sleeps[0] < others // 2
+
+
 def test_threads_wait_for_different_layers(rig: Rig) -> None:
     job = rig.submit(OPCODE_READ, [0, 1, 2], held=True)
     woken = [threading.Event() for _ in range(LAYERS)]
