@@ -42,7 +42,8 @@ void ServiceThread::start() {
 
 void ServiceThread::push(std::list<Part>* part) {
   incoming_.splice(incoming_.end(), *part);
-  controller_->wake();
+  // This thread itself, which has ended a job that others follow, looks before it sleeps.
+  if (thread_.get_id() != std::this_thread::get_id()) controller_->wake();
 }
 
 void ServiceThread::want_reset(u64 timeout_ns) {
