@@ -62,8 +62,9 @@ class UringLoop : public Executor {
     if (done->size() != before) timeout_ns = 0;
     if (timeout_ns != 0) timeout_ns = prepare_sleep(timeout_ns);
     if (timeout_ns != 0 || ring_.unsubmitted() != 0 || ring_.wants_enter()) enter(timeout_ns);
-    // Pairs with wake(): what it signals from here on is seen before the next sleep.
+    // Pairs with wake(): the caller looks at what it signalled before, prepare_sleep() after this.
     sleeping_.store(false, std::memory_order_seq_cst);
+    signalled_.exchange(false, std::memory_order_seq_cst);
     collect(done);
   }
 

@@ -11,6 +11,8 @@ import random
 import resource
 import struct
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -397,6 +399,21 @@ def test_reset_answers_everything(opened: Opened, path: Path, executor: str, see
         assert set(statuses) <= {OK, nvme.STATUS_ABORTED_SQ_DELETION}
         assert not host.data.any()
     assert host.read(1, 2).tobytes() == content[LBA : 3 * LBA]
+
+
+def test_a_wake_up_ends_one_sleep(opened: Opened, path: Path, executor: str) -> None:
+    """What it was for is looked at in between: the next turn may submit and sleep at once."""
+    controller = opened(path, executor=executor).controller
+    controller.service(0.01)  # takes the host's queue pair, for which it was woken
+    sleeper = threading.Thread(target=controller.service, args=(5.0,))
+    sleeper.start()
+    time.sleep(0.1)
+    controller.expect_rings(True)
+    sleeper.join(4)
+    controller.expect_rings(False)
+    begin_s = time.monotonic()
+    controller.service(0.3)
+    assert not sleeper.is_alive() and time.monotonic() - begin_s > 0.2
 
 
 def test_a_disk_that_outlived_a_reset_is_used_again(
