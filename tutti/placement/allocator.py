@@ -123,11 +123,12 @@ class PlacedChain:
     count: number of keys that the index did not have; these have slots now.
     """
 
-    __slots__ = ("_block", "_keys", "count")
+    __slots__ = ("_block", "_counts", "_keys", "count")
 
     def __init__(self, keys: int) -> None:
+        self._counts = 2 * (keys + 1) + keys // 2 + 1 + 5 * keys  # where tutti_put_place counts
         rest = (ANSWER_NBYTES + 12 * keys) // 8 + 1
-        self._block: U64 = np.empty(2 * (keys + 1) + keys // 2 + 1 + 5 * keys + 4 + rest, np.uint64)
+        self._block: U64 = np.empty(self._counts + 4 + rest, np.uint64)
         self._keys, self.count = keys, 0
 
     @property
@@ -169,18 +170,17 @@ class PlacedChain:
     @property
     def late(self) -> int:
         """How many of them had been evicted recently."""
-        return int(self._placed[5 * self._keys + 2])
+        return int(self._block.item(self._counts + 2))
 
     @property
     def answer(self) -> memoryview:
         """The message to the process that stores them."""
-        start = 5 * self._keys + 3
-        nbytes = int(self._placed[start])
-        return self._placed[start + 1 :].view(np.uint8).data[:nbytes]
+        nbytes, first = int(self._block.item(self._counts + 3)), 8 * (self._counts + 4)
+        return self._block.data.cast("B")[first : first + nbytes]
 
     @property
     def _placed(self) -> U64:
-        return self._block[2 * (self._keys + 1) + self._keys // 2 + 1 :]
+        return self._block[self._counts - 5 * self._keys :]
 
 
 class Placer:

@@ -80,8 +80,8 @@ class LoadAnswer(LoadPlan):
     def answer(self) -> memoryview | None:
         """The message; None where several jobs are needed, or digests have to be read first."""
         start = (2 + self._layers) * self._keys + self._keys // 8 + 1
-        nbytes = int(self.block[start])
-        return self.block[start + 1 :].view(np.uint8).data[:nbytes] if nbytes else None
+        nbytes, first = int(self.block.item(start)), 8 * (start + 1)
+        return self.block.data.cast("B")[first : first + nbytes] if nbytes else None
 
 
 class LoadPlanner:
