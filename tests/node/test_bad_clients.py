@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import struct
@@ -431,6 +432,29 @@ def test_each_request_has_its_own_deadline(tmp_path: Path) -> None:
             with pytest.raises(AgentLost, match=r"no answer within 0\.05 s"):
                 connection.receive(0.05)
             assert not connection.is_open
+
+
+def test_answers_in_pieces_and_several_at_once(tmp_path: Path) -> None:
+    """Some are longer than the buffer that they are received in."""
+    path = str(tmp_path / "s")
+    answers = [Answer(bytes([i]) * n) for i, n in enumerate((1000, 3000, 500_000, 10))]
+    stream = b"".join(map(frame, answers))
+
+    def send(peer: socket.socket) -> None:
+        for start, end in itertools.pairwise((0, 1500, 1501, 4500, len(stream))):
+            peer.sendall(stream[start:end])
+            time.sleep(0.05)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen()
+        connection = Connection(path, WAIT_S)
+        peer, _ = server.accept()
+        with peer, contextlib.closing(connection):
+            sender = threading.Thread(target=send, args=(peer,), daemon=True)
+            sender.start()
+            assert [connection.receive(WAIT_S) for _ in answers] == answers
+            sender.join(WAIT_S)
 
 
 def test_a_message_that_is_never_read_has_a_deadline(tmp_path: Path) -> None:

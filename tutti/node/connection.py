@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tutti.base.process import own_file
 from tutti.errors import AgentLost, AgentRefused, TuttiError, system_message
 from tutti.node.messages import (
@@ -34,7 +36,7 @@ from tutti.profiles.at_open import Speeds
 
 _log = logging.getLogger(__name__)
 
-_RECEIVE_NBYTES = 64 << 10
+_RECEIVE_NBYTES = 128 << 10  # more than the plan of 128 pages of 100 layers
 _IDLE_MAX = 8
 _TIMEVAL = struct.Struct("ll")
 
@@ -46,7 +48,8 @@ class Connection:
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        self._came = b""  # received, not returned yet
+        self._buffer = np.empty(_RECEIVE_NBYTES, np.uint8).data
+        self._came: bytes | memoryview = b""  # received, not returned yet; may be in the buffer
         self._path = path
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
         try:
@@ -129,8 +132,8 @@ class Connection:
             raise error
         return reply
 
-    def _body(self) -> bytes | memoryview | None:
-        """The next complete message, without its length; None if it has not arrived yet."""
+    def _body(self) -> memoryview | None:
+        """The next complete message, without its length, or None; valid until more is received."""
         came = self._came
         if len(came) < HEADER.size:
             return None
@@ -145,19 +148,20 @@ class Connection:
         return memoryview(came)[HEADER.size : end]
 
     def _receive_some(self, deadline_s: float, timeout_s: float) -> None:
-        if self._came:  # part of a message
-            self._limit_waits(max(0.0, deadline_s - time.monotonic()))
+        part = bytes(self._came) if self._came else b""  # of a message, out of the buffer
+        if part and (left_s := max(0.0, deadline_s - time.monotonic())) < self._wait_s:
+            self._limit_waits(left_s)
         try:
-            part = self._socket.recv(_RECEIVE_NBYTES)
+            n = self._socket.recv_into(self._buffer)
         except OSError as error:
             left_s = deadline_s - time.monotonic()
             if isinstance(error, BlockingIOError) and left_s > 0:
                 self._limit_waits(left_s)
                 return
             raise self._lost(_reason(error, timeout_s)) from error
-        if not part:
+        if not n:
             raise self._lost("it closed the connection")
-        self._came = self._came + part if self._came else part
+        self._came = part + self._buffer[:n] if part else self._buffer[:n]
         if time.monotonic() > deadline_s:
             raise self._lost(f"no whole answer within {timeout_s:g} s")
 
@@ -297,11 +301,8 @@ def _reason(error: OSError, timeout_s: float) -> str:
 
 def ask(path: str, message: Pools | AskSpeeds, timeout_s: float) -> Any:
     """The answer to a request without a session.  Raises AgentLost, AgentRefused."""
-    connection = Connection(path, timeout_s)
-    try:
+    with contextlib.closing(Connection(path, timeout_s)) as connection:
         return connection.request(message, timeout_s).value
-    finally:
-        connection.close()
 
 
 def speeds_of(path: str, timeout_s: float = 30.0) -> Speeds:
