@@ -44,13 +44,14 @@ _TIMEVAL = struct.Struct("ll")
 class Connection:
     """One open socket.  Not thread-safe, except ``close``.
 
+    is_open: whether it can be used for another request.
     After AgentLost or AgentRefused it is closed: a late answer would be taken for the next one.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self._buffer = np.empty(_RECEIVE_NBYTES, np.uint8).data
         self._came: bytes | memoryview = b""  # received, not returned yet; may be in the buffer
-        self._path = path
+        self._path, self.is_open = path, True
         flags = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
         try:
             self._socket = own_file(socket.socket(socket.AF_UNIX, flags))
@@ -194,11 +195,6 @@ class Connection:
         except (OSError, ValueError) as error:
             raise self._lost("it was closed") from error
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the connection can be used for another request."""
-        return self._socket.fileno() >= 0
-
     def shut_down(self) -> None:
         """Ends waits in other threads; they close it."""
         with contextlib.suppress(OSError):
@@ -206,6 +202,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection.  A second call does nothing."""
+        self.is_open = False
         self.shut_down()
         self._socket.close()
 
