@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from waiting import wait_until
 
 from store.pools import put_some, some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout, KeyMissing
+from tutti.medium.keys import KEY_NBYTES
 from tutti.node import called_operations, client_transfers, listener, remote_catalogue
 from tutti.node.connection import Connection
-from tutti.node.messages import HEADER, VERSION, Failure, Hello, frame, read_reply
+from tutti.node.messages import HEADER, VERSION, Failure, Hello, Join, Match, frame, read_reply
 from tutti.node.pool_service import ClientSession
 from tutti.node.served_connection import ServedConnection
 from tutti.transfers.store_config import StoreConfig
@@ -139,6 +142,21 @@ def test_a_client_without_a_free_descriptor_is_told_why(tmp_path: Path) -> None:
 def test_a_peer_whose_groups_cannot_be_read_is_told_why() -> None:
     with free_files(0), pytest.raises(AgentRefused, match="as many files open"):
         listener._groups_of(os.getpid())
+
+
+def test_requests_in_pieces_and_several_at_once(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each is answered; one is longer than what the agent receives at a time."""
+    with running(tmp_path / "agent") as agent, agent.connect() as store:
+        keys = put_some(store, rng, 4)
+        asked = [keys[:n].tobytes() for n in (1, 2, 3, 4)]
+        asked[1] += bytes(KEY_NBYTES * 8192)  # keys that are not there
+        stream = b"".join(frame(Match(raw)) for raw in asked)
+        with contextlib.closing(Connection(agent.path, WAIT_S)) as connection:
+            connection.request(Join(store._kept.need().welcome.session), WAIT_S)
+            for start, end in itertools.pairwise((0, 10, 100, 100_000, len(stream))):
+                connection._socket.sendall(stream[start:end])
+                time.sleep(0.05)
+            assert [connection.receive(WAIT_S).value for _ in asked] == [1, 2, 3, 4]
 
 
 def test_a_connection_too_many_fails_one_call(

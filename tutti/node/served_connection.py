@@ -17,6 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from tutti.base.threads import start_thread
 from tutti.errors import AgentRefused, CapacityError, TuttiError
 from tutti.node import called_operations
@@ -175,7 +177,7 @@ class ServedConnection:
         self._agent = agent
         self._peer = peer
         self._pid = pid
-        self._buffer = bytearray()
+        self._room, self._buffer = np.empty(_RECEIVE_NBYTES, np.uint8).data, bytearray()
         self._owns = False
         config = agent.config
         self._outgoing = Outgoing(peer, config.unread_s)
@@ -233,7 +235,7 @@ class ServedConnection:
                 self.shut_down()
 
     def _next_body(self) -> bytes | memoryview | None:
-        """The next complete message; None at the end of the connection.
+        """The next complete message, valid until the next call; None at the end of the connection.
 
         Raises AgentRefused when the first message, or the rest of one, does not arrive in time.
         """
@@ -245,17 +247,17 @@ class ServedConnection:
                 if time.monotonic() - began_s > hello_s:
                     raise AgentRefused("half a message came; the connection is closed, try again")
             try:
-                part = self._peer.recv(_RECEIVE_NBYTES)
+                n = self._peer.recv_into(self._room)
             except BlockingIOError:  # SO_RCVTIMEO
                 if self.session is None and not self._buffer:
                     reason = "no request came on the connection; it is closed, connect again"
                     raise AgentRefused(reason) from None
                 continue
-            if not part:
+            if not n:
                 return None
-            is_first = not self._buffer and len(part) > HEADER.size
-            if is_first and len(part) == HEADER.size + body_nbytes(part):
-                return memoryview(part)[HEADER.size :]  # the common case: exactly one request
+            part = self._room[:n]
+            if not self._buffer and n > HEADER.size and n == HEADER.size + body_nbytes(part):
+                return part[HEADER.size :]  # the common case: exactly one request
             self._buffer += part
         return body
 
