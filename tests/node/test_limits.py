@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,28 @@ from waiting import wait_until
 from store.pools import put_some, some_keys
 from tutti.errors import AgentRefused, CapacityError, DeviceTimeout, KeyMissing
 from tutti.medium.keys import KEY_NBYTES
-from tutti.node import called_operations, client_transfers, listener, remote_catalogue
+from tutti.node import (
+    called_operations,
+    client_transfers,
+    listener,
+    remote_catalogue,
+    served_connection,
+)
 from tutti.node.connection import Connection
-from tutti.node.messages import HEADER, VERSION, Failure, Hello, Join, Match, frame, read_reply
+from tutti.node.messages import (
+    HEADER,
+    VERSION,
+    Failure,
+    Hello,
+    Join,
+    Match,
+    MoveJob,
+    Plan,
+    frame,
+    read_reply,
+)
 from tutti.node.pool_service import ClientSession
-from tutti.node.served_connection import ServedConnection
+from tutti.node.served_connection import AgentConfig, ServedConnection
 from tutti.transfers.store_config import StoreConfig
 from tutti.transfers.tickets import Outcome
 
@@ -157,6 +175,19 @@ def test_requests_in_pieces_and_several_at_once(tmp_path: Path, rng: np.random.G
                 connection._socket.sendall(stream[start:end])
                 time.sleep(0.05)
             assert [connection.receive(WAIT_S).value for _ in asked] == [1, 2, 3, 4]
+
+
+def test_a_long_plan_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is started to send the rest of it."""
+    monkeypatch.setattr(served_connection, "start_thread", pytest.fail)
+    near, far = socket.socketpair()
+    host, plan = SimpleNamespace(config=AgentConfig("s")), Plan(0, [MoveJob(1, bytes(300_000))])
+    with near, far:
+        ServedConnection(host, near, os.getpid())._send(plan)  # type: ignore[arg-type]
+        far.settimeout(WAIT_S)
+        nbytes = 0
+        while nbytes < len(frame(plan)):
+            nbytes += len(far.recv(1 << 20))
 
 
 def test_a_connection_too_many_fails_one_call(

@@ -24,6 +24,7 @@ from tutti.errors import AgentRefused, CapacityError, TuttiError
 from tutti.node import called_operations
 from tutti.node.agent_pools import AgentPools
 from tutti.node.messages import (
+    FRAME_NBYTES_MAX,
     HEADER,
     VERSION,
     Answer,
@@ -183,6 +184,8 @@ class ServedConnection:
         self._outgoing = Outgoing(peer, config.unread_s)
         self.session: ClientSession | None = None
         peer.settimeout(None)
+        # Room for a long plan, which a new thread would send otherwise; the kernel doubles it.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, FRAME_NBYTES_MAX // 2)
         for option, timeout_s in (
             (socket.SO_RCVTIMEO, config.hello_s),
             (socket.SO_SNDTIMEO, config.unread_s),
