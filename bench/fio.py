@@ -39,11 +39,11 @@ class FioUnavailable(Unsupported):
 
 @dataclass(frozen=True)
 class FioJob:
-    """One run: `io_nbytes` from or to a file of `size_nbytes`, sequentially, wrapping at its end.
+    """One run: `io_nbytes` from or to `size_nbytes` of a file, sequentially, wrapping at their end.
 
     direction: "read", "write" or "randread".  hugepages: the memory of `held_hugepages` for the
     buffers.  batches: of `iodepth` blocks, in memory that may be transparent hugepages.  Without
-    both, buffers are on 4 KiB pages.
+    both, buffers are on 4 KiB pages.  offset_nbytes: first byte in the file.
     """
 
     path: str
@@ -54,6 +54,7 @@ class FioJob:
     hugepages: str = ""
     iodepth: int = IODEPTH
     batches: bool = False
+    offset_nbytes: int = 0
 
     def command(self) -> list[str]:
         """The arguments of fio."""
@@ -64,6 +65,7 @@ class FioJob:
             f"--filename={self.path}",
             f"--rw={self.direction}",
             f"--bs={self.block_nbytes}",
+            f"--offset={self.offset_nbytes}",
             f"--size={self.size_nbytes}",
             f"--io_size={self.io_nbytes}",
             f"--iodepth={self.iodepth}",

@@ -27,6 +27,7 @@ from tutti.bench.compare.systems import (
     filled_pool,
     fio_file,
     fio_system,
+    in_place_of,
     pool_system,
 )
 from tutti.bench.fio import IODEPTH, FioJob, FioUnavailable, held_hugepages, run_fio
@@ -308,17 +309,11 @@ def index_latency(setup: Setup) -> Cells:
 
 
 CASES: dict[str, Callable[[Setup], Cells]] = {
-    "bandwidth-fio": bandwidth_fio,
-    "bandwidth-memory": bandwidth_memory,
-    "fio-memory": fio_memory,
-    "layerwise-fio": layerwise_fio,
-    "churned": churned,
-    "files": files,
-    "cpu-fio": cpu_fio,
-    "cpu-verify": cpu_verify,
-    "digest": digest,
-    "index": index,
-    "index-latency": index_latency,
+    case.__name__.replace("_", "-"): case
+    for case in (
+        *(bandwidth_fio, bandwidth_memory, fio_memory, layerwise_fio, churned, files, cpu_fio),
+        *(cpu_verify, digest, index, index_latency),
+    )
 }
 
 
@@ -336,31 +331,28 @@ def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded:
 
 
 def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
-    """A pool against fio with blocks of one slice, on the same kind of pages."""
-    path = str(setup.directory / "fio.data")
-    block_nbytes = plan.shape.slice_nbytes
-    job = FioJob(
-        path,
-        _DIRECTION[phase],
-        block_nbytes,
-        setup.size_nbytes // block_nbytes * block_nbytes,
-        setup.size_nbytes // block_nbytes * block_nbytes,
-    )
+    """A pool against fio in the same file, with blocks of one slice, on the same kind of pages.
+
+    What fio writes there is not read again.
+    """
+    path, block_nbytes = str(setup.directory / "compare.tutti"), plan.shape.slice_nbytes
+    job = FioJob(path, _DIRECTION[phase], block_nbytes, setup.size_nbytes, setup.size_nbytes)
     nbytes = _STORE_NBYTES + plan.engine_nbytes
     needed = held_hugepages([job], allow_sysctl=setup.allow_sysctl, others_nbytes=nbytes)
     try:
         with (
             needed if plan.hugepages else nullcontext("") as memory,
-            fio_file(setup.directory, job.size_nbytes),
             setup.pool("compare", plan) as workload,
         ):
-            job = replace(job, hugepages=memory)
-            if phase == "layerwise":
+            is_prefix, pages = phase == "layerwise", setup.prefix_pages
+            batches = workload.prefix(pages) if is_prefix else workload.resident()
+            job = in_place_of(workload, batches, replace(job, hugepages=memory))
+            if is_prefix:
                 round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)
             else:
                 round_nbytes = _round_nbytes(setup, run_fio(job).gb_per_s)
             return setup.compare(
-                pool_system("tutti", workload, phase, round_nbytes, setup.prefix_pages),
+                pool_system("tutti", workload, phase, round_nbytes, pages),
                 fio_system(replace(job, io_nbytes=round_nbytes)),
             )
     except Unsupported as error:

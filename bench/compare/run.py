@@ -3,8 +3,9 @@
     python -m tutti.bench.compare.run bandwidth-fio --dir DIR --pairs 7
 
 Every comparison alternates its two systems (bench/compare/paired.py). In a round both move the same
-number of bytes, by direct I/O, on files of the same size on the same file system, which were
-written completely before. OUT/CASE.json gets a case's result and a description of the machine.
+number of bytes, by direct I/O, on the same file system, in files that were written completely
+before: fio, where it is one of the two, in the pool's, as places of a disk differ in speed.
+OUT/CASE.json gets a case's result and a description of the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dir", ["."], "folders: Tutti's pools have a file in each, all else is in the first")
     option("--out", "bench/results", "folder for the results (default: %(default)s)")
     option("--pairs", PAIRS_MIN, "rounds (%(default)s)")
-    option("--size", "4GiB", "size of pools and of fio's file (default: %(default)s)")
+    option("--size", "4GiB", "size of pools and of fio's files (default: %(default)s)")
     option("--seconds", 2.0, "length of a round (default: %(default)s)")
     option("--prefix-pages", 1024, "pages of a long prefix (%(default)s)")
     option("--records", 1_000_000, "records to recover (default: %(default)s)")

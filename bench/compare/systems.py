@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import MiB
@@ -123,6 +126,24 @@ def fio_file(directory: Path, nbytes: int) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
+def in_place_of(workload: PoolWorkload, batches: Sequence[int], job: FioJob) -> FioJob:
+    """The job on the bytes with these batches, if its path is that of the pool's first file.
+
+    Another file would have another place on the disk, and so another speed.  Where batches begin at
+    the end of the file and continue at its beginning, the longer part counts.
+    """
+    geometry = workload.store.geometry
+    keys = np.concatenate([workload.keys(batch) for batch in batches])
+    groups = [group for group in workload.store.residency.groups_of(keys) if group.nsid == 1]
+    first, nlb = np.array([group.slba for group in groups]), groups[0].nlb
+    far = np.flatnonzero(np.diff(first) > geometry.groups * nlb // 4)
+    part = max(np.split(first, far + 1), key=len)
+    offset_nbytes = int(part[0]) * geometry.lba_nbytes
+    blocks = (int(part[-1] + nlb) * geometry.lba_nbytes - offset_nbytes) // job.block_nbytes
+    nbytes = blocks * job.block_nbytes
+    return replace(job, offset_nbytes=offset_nbytes, size_nbytes=nbytes, io_nbytes=nbytes)
+
+
 def fio_system(job: FioJob) -> ComparedSystem:
 
     def run() -> Round:
@@ -148,21 +169,15 @@ def file_systems(
         files = FilePerObject(directory / "objects", memory, direct=direct, objects_max=objects)
         stack.callback(files.close)
         files.store_phase(Limit(None, objects * plan.shape.object_nbytes))
-        limit = Limit(None, nbytes)
 
-        def round_of(phase: Callable[[Limit], dict[str, Any]]) -> Callable[[], Round]:
-            def run() -> Round:
-                result = phase(limit)
-                facts = {"backing": memory.owner.backing, "nbytes": result["nbytes"]}
-                facts["engine_memory_nbytes"] = memory.nbytes
-                return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
+        def round_of(phase: Callable[[Limit], dict[str, Any]]) -> Round:
+            result = phase(Limit(None, nbytes))
+            facts = {"backing": memory.owner.backing, "nbytes": result["nbytes"]}
+            facts["engine_memory_nbytes"] = memory.nbytes
+            return Round(result["gb_per_s"], result["cpu_s_per_gb"], facts)
 
-            return run
-
-        yield {
-            "store": ComparedSystem(name, round_of(files.store_phase)),
-            "retrieve": ComparedSystem(name, round_of(files.retrieve_phase)),
-        }
+        phases = {"store": files.store_phase, "retrieve": files.retrieve_phase}
+        yield {phase: ComparedSystem(name, partial(round_of, of)) for phase, of in phases.items()}
         check(files.wrong)
 
 

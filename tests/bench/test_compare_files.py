@@ -75,6 +75,38 @@ def test_files_and_fio_on_hugepages_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert "bar 1.5" not in found["bar"], "the bar is that of files on ordinary pages"
 
 
+@pytest.mark.parametrize(
+    ("case", "only", "least", "most"),
+    [
+        ("bandwidth-fio", "store 64x128KiB", 0.7, 1.0),
+        ("bandwidth-fio", "retrieve 64x128KiB", 0.7, 1.0),
+        ("layerwise-fio", "fio's 8 MiB", 0.0, 0.5),  # a prefix of 16 MiB
+    ],
+)
+def test_fio_uses_the_place_of_the_objects_in_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, only: str, least: float, most: float
+) -> None:
+    def run_fio(job: FioJob) -> FioResult:
+        assert Path(job.path).name == "compare.tutti"
+        pool_nbytes = Path(job.path).stat().st_size
+        assert job.offset_nbytes + job.size_nbytes <= pool_nbytes, "fio would make the pool longer"
+        assert job.offset_nbytes >= 1 << 20, "superblock and records are not overwritten"
+        assert least < job.size_nbytes / pool_nbytes <= most
+        jobs.append(job)
+        return FioResult(job.io_nbytes, 1.0, 0.5, "fio-none")
+
+    jobs: list[FioJob] = []
+    for module in (cases, systems):
+        monkeypatch.setattr(module, "run_fio", run_fio)
+    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "1", "--prefix-pages", "8"]
+    small += ["--memory", "ordinary", "--only", only, "--out", str(tmp_path)]
+    assert compare.main([case, "--dir", str(tmp_path), *small]) == 0
+    (cell,) = json.loads((tmp_path / f"{case}.json").read_text())["cells"].values()
+    assert cell["a"]["facts"]["nbytes"] == cell["b"]["facts"]["nbytes"]
+    assert f"--offset={jobs[-1].offset_nbytes}" in jobs[-1].command()
+    assert [file.name for file in tmp_path.iterdir()] == [f"{case}.json"]
+
+
 def test_pools_have_a_member_in_each_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
