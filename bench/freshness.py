@@ -27,10 +27,7 @@ _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
 _RIG = (*_PAGES, "bench/pool_workload.py", "bench/meter.py", "bench/pool_file.py")
 _PLACES = ("bench/pool_file.py", "bench/members.py")
-_COMPARE = tuple(
-    f"bench/compare/{name}.py"
-    for name in ("cases", "churn", "index_cost", "paired", "run", "systems")
-)
+_COMPARE = ("bench/compare", "bench/peers/same_memory.py", "bench/file_per_object.py")
 _TRACES = ("bench/traces.py", "bench/belady.py")
 _RESIDENCY = ("bench/residency", *_PLACES)
 _SIMULATOR = ("tutti/scheduler", "bench/simulate", "bench/ttft", _STATISTICS, *_TRACES)
@@ -78,7 +75,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "agent": (*_TRANSFERS, *_PLACES, "tutti/node", "bench/agent.py"),
     "bandwidth": _BANDWIDTH,  # in host memory
     "bandwidth-gpu": (*_BANDWIDTH, *_ON_GPU),
-    "compare": (*_TRANSFERS, *_RIG, *_COMPARE, "bench/file_per_object.py"),
+    "compare": (*_TRANSFERS, *_RIG, *_COMPARE),
     "decisions": (
         *(*_TRANSFERS, *_DRIVE, "bench/slack/decisions.py", "bench/slack/file.py"),
         *(f"bench/slack/{n}.py" for n in ("conditions", "lower_bound", "server", "workload")),

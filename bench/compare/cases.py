@@ -32,6 +32,7 @@ from tutti.bench.compare.systems import (
 )
 from tutti.bench.fio import IODEPTH, FioJob, FioUnavailable, held_hugepages, run_fio
 from tutti.bench.meter import Meter
+from tutti.bench.peers.same_memory import unverified
 from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.statistics import interval_text
@@ -258,13 +259,10 @@ def cpu_verify(setup: Setup) -> Cells:
             continue
         # One batch of 64 MiB at a time, so that much of the memory stays in a cache.
         plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
-        bare = replace(plan, verify="off")
-        with setup.pool("verified", plan) as verified, setup.pool("bare", bare) as unverified:
-            nbytes = _calibrated(setup, unverified)
-            cells[cell] = setup.compare(
-                pool_system("verify always", verified, phase, nbytes),
-                pool_system("verify off", unverified, phase, nbytes),
-            )
+        with setup.pool("compare", plan) as workload:
+            verified = pool_system("verify always", workload, phase, _calibrated(setup, workload))
+            bare = unverified(workload.store)(verified.round)
+            cells[cell] = setup.compare(verified, ComparedSystem("verify off", bare))
     return cells
 
 

@@ -105,7 +105,7 @@ def pool_system(
         facts = {
             "backing": workload.backing,
             "engine_memory_nbytes": workload.memory.nbytes,
-            "verify": workload.store.config.verify,
+            "verify": workload.store._core.config.verify,  # of this round
             "scheduled": workload.store.scheduler is not None,
             **medium_facts(workload.store),
             **{key: result[key] for key in names},

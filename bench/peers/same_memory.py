@@ -6,8 +6,9 @@ but for reads of a file per page, so that a ratio depends only on the software.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from fcntl import F_SETFL, fcntl
 from functools import partial
@@ -52,6 +53,18 @@ class Kept(NamedTuple):
     keys: Keys
 
 
+@contextmanager
+def unverified(store: ObjectStore) -> Iterator[None]:
+    """Meanwhile a store that verifies does not.  Nothing may be in flight at the two ends."""
+    core, puts = store._core, store._writer._quick._data
+    config, digest = core.config, puts.digest
+    core.config, puts.digest = replace(config, verify="off"), DIGEST_NONE
+    try:
+        yield
+    finally:
+        core.config, puts.digest = config, digest
+
+
 def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict[str, Call]:
     """Functions for WAYS, fully prepared.  kept: the batch that `load` loads; the memory has its
     bytes now, which are written to `files`, a page to each.
@@ -61,15 +74,6 @@ def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict
     with core.lock:
         slots = core.index.find(kept.keys)
     extents = core.extents(slots)
-
-    def unverified(transfer: Call) -> None:
-        puts, config = kept.store._writer._quick._data, core.config
-        digest = puts.digest
-        core.config, puts.digest = replace(config, verify="off"), DIGEST_NONE
-        try:
-            transfer()
-        finally:
-            core.config, puts.digest = config, digest
 
     def by_engine() -> None:
         job = kept.store.engine.submit(
@@ -82,13 +86,13 @@ def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict
     written = _written(pieces, memory.layout.layers, files)
     return {
         LOAD: load,
-        UNVERIFIED[LOAD]: partial(unverified, load),
+        UNVERIFIED[LOAD]: unverified(kept.store)(load),
         RAW[0]: partial(_each, _THREADS, pieces, preadv),
         RAW[1]: by_engine,
         # NIXL, too, gives the kernel all requests of a batch at once.
         FILES: partial(_each, len(written), written, preadv),
         STORE: store,
-        UNVERIFIED[STORE]: partial(unverified, store),
+        UNVERIFIED[STORE]: unverified(kept.store)(store),
     }
 
 

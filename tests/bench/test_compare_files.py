@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,9 +108,23 @@ def test_fio_uses_the_place_of_the_objects_in_the_pool(
     assert [file.name for file in tmp_path.iterdir()] == [f"{case}.json"]
 
 
+def pools_made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A list to which the paths of every pool that is made from now on are added."""
+    made: list[list[str]] = []
+    make = systems.temporary_pool
+
+    def pool_of(paths: list[str], *rest: Any, **more: Any) -> Any:
+        made.append(paths)
+        return make(paths, *rest, **more)
+
+    monkeypatch.setattr(systems, "temporary_pool", pool_of)
+    return made
+
+
 def test_pools_have_a_member_in_each_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = pools_made(monkeypatch)
     folders = [tmp_path / name for name in ("left", "right", "out")]
     for folder in folders:
         folder.mkdir()
@@ -120,6 +135,8 @@ def test_pools_have_a_member_in_each_folder(
     result = json.loads((folders[2] / "cpu-verify.json").read_text())
     (cell,) = result["cells"].values()
     assert cell["a"]["facts"]["members"] == result["members"] == 2
+    assert [cell[side]["facts"]["verify"] for side in "ab"] == ["always", "off"]
+    assert len(made) == 1, "both systems have the same place on the disk"
     assert "2 members; all else in the first folder" in capsys.readouterr().out
     page = "<!-- result: cpu-verify -->\n<!-- end -->"
     assert "2 members" in render(page, folders[2])
