@@ -79,11 +79,9 @@ class Setup:
         """Whether a cell is to be measured."""
         return self.only in cell
 
-    def compare(
-        self, a: ComparedSystem, b: ComparedSystem, bound: ComparedSystem | None = None
-    ) -> dict[str, Any]:
-        """Runs pairs of rounds of two systems, and of a third one that shows the medium's limit."""
-        return compare(a, b, pairs=self.pairs, progress=self.progress, bound=bound, seed=self.seed)
+    def compare(self, a: ComparedSystem, b: ComparedSystem, **more: Any) -> dict[str, Any]:
+        """Runs pairs of rounds of two systems.  more: see bench/compare/paired.py."""
+        return compare(a, b, pairs=self.pairs, progress=self.progress, seed=self.seed, **more)
 
     def plan(self, shape: str, **more: Any) -> PoolPlan:
         """A pool of this size."""
@@ -144,18 +142,26 @@ def layerwise_fio(setup: Setup) -> Cells:
 def churned(setup: Setup) -> Cells:
     """retrieve of a long prefix from a pool that was churned through, against a fresh pool"""
     plan = _prefix_plan(setup, hugepages=True)
-    progress = setup.progress
-    with setup.pool("fresh", plan) as fresh, setup.pool("churned", plan) as aged:
-        fresh.store.clear(deallocate=False)
-        objects = churn(aged, _CHURN * plan.capacity_nbytes, seed=setup.seed, progress=progress)
-        for workload in (fresh, aged):
-            workload.fill(setup.prefix_pages)
-        nbytes = _prefix_round(setup, plan)
+    nbytes, pages = _CHURN * plan.capacity_nbytes, setup.prefix_pages
+    round_nbytes = _prefix_round(setup, plan)
+    with setup.pool("one", plan) as one, setup.pool("other", plan) as other:
+        fresh, aged = [one], [other]
+
+        def age() -> None:
+            """Churns through the fresh pool, and empties the other one."""
+            fresh[0], aged[0] = aged[0], fresh[0]
+            fresh[0].store.clear(deallocate=False)
+            churn(aged[0], nbytes, seed=setup.seed, progress=setup.progress)
+            for workload in (*fresh, *aged):
+                workload.fill(pages)
+
+        age()
         cell = setup.compare(
-            pool_system("churned pool", aged, "layerwise", nbytes, setup.prefix_pages),
-            pool_system("fresh pool", fresh, "layerwise", nbytes, setup.prefix_pages),
+            pool_system("churned pool", aged, "layerwise", round_nbytes, pages),
+            pool_system("fresh pool", fresh, "layerwise", round_nbytes, pages),
+            move=age,
         )
-    return {"churned": {**cell, "churned_objects": objects}}
+    return {"churned": cell}
 
 
 def files(setup: Setup) -> Cells:
@@ -207,9 +213,9 @@ def _file_cells(
         ) as systems:
             for phase, cell in wanted.items():
                 job = replace(jobs[phase], io_nbytes=round_nbytes, hugepages=memory)
-                tutti = pool_system("tutti", workload, phase, round_nbytes)
+                tutti = pool_system("tutti", [workload], phase, round_nbytes)
                 bound = fio_system(job) if can_fio else None
-                found = setup.compare(tutti, systems[phase], bound)
+                found = setup.compare(tutti, systems[phase], bound=bound)
                 cells[cell] = found | _file_bar(found, None if hugepages else _FILE_BARS[phase])
     return cells
 
@@ -260,7 +266,8 @@ def cpu_verify(setup: Setup) -> Cells:
         # One batch of 64 MiB at a time, so that much of the memory stays in a cache.
         plan = setup.plan(str(shape), batch_nbytes=64 * MiB, inflight=1)
         with setup.pool("compare", plan) as workload:
-            verified = pool_system("verify always", workload, phase, _calibrated(setup, workload))
+            nbytes = _calibrated(setup, workload)
+            verified = pool_system("verify always", [workload], phase, nbytes)
             bare = unverified(workload.store)(verified.round)
             cells[cell] = setup.compare(verified, ComparedSystem("verify off", bare))
     return cells
@@ -350,7 +357,7 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
             else:
                 round_nbytes = _round_nbytes(setup, run_fio(job).gb_per_s)
             return setup.compare(
-                pool_system("tutti", workload, phase, round_nbytes, pages),
+                pool_system("tutti", [workload], phase, round_nbytes, pages),
                 fio_system(replace(job, io_nbytes=round_nbytes)),
             )
     except Unsupported as error:

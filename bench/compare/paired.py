@@ -38,10 +38,12 @@ def compare(
     progress: ProgressFactory,
     twin: bool = True,
     bound: ComparedSystem | None = None,
+    move: Callable[[], object] = lambda: None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Runs `pairs` pairs after a warm-up of each system, which is not counted.
 
+    move: is called after half of the pairs, to give files another place on the disk.
     twin: run B a second time in each pair; B against itself is the noise floor.
     bound: a third system in each pair, which shows the medium's limit; its ratios are over B.  If
     it raises Unsupported, the pairs continue without it, and the result has the reason instead.
@@ -54,6 +56,8 @@ def compare(
     lost = ""
     with progress(f"{a.name} against {b.name}", (pairs + 1) * len(order)) as bar:
         for pair in range(-1, pairs):
+            if pair == pairs // 2 > 0:
+                move()
             places = range(len(order)) if pair % 2 == 0 else reversed(range(len(order)))
             for place in places:
                 bar.advance(1)

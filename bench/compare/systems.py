@@ -93,14 +93,17 @@ def filled_pool(
 
 
 def pool_system(
-    name: str, workload: PoolWorkload, phase: str, nbytes: int, prefix_pages: int = 0
+    name: str, pool: list[PoolWorkload], phase: str, nbytes: int, prefix_pages: int = 0
 ) -> ComparedSystem:
-    """Rounds of puts ("store"), of random batches ("retrieve") or of a prefix ("layerwise")."""
-    prefix = workload.prefix(prefix_pages) if phase == "layerwise" else None
-    phases = workload.phases(Limit(None, nbytes), prefix=prefix)
+    """Rounds of puts ("store"), of random batches ("retrieve") or of a prefix ("layerwise").
+
+    pool: the only element is the pool; another one may replace it between rounds.
+    """
 
     def run() -> Round:
-        result = phases[phase]()
+        (workload,) = pool
+        prefix = workload.prefix(prefix_pages) if phase == "layerwise" else None
+        result = workload.phases(Limit(None, nbytes), prefix=prefix)[phase]()
         names = ("mean_run_length", "commands", "evicted", "p50_ms", "p99_ms", "nbytes")
         facts = {
             "backing": workload.backing,

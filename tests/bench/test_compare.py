@@ -98,6 +98,14 @@ def test_a_bound_takes_part_in_every_pair() -> None:
     assert result["noise"]["speed_ratio"]["median"] == 1.0
 
 
+def test_files_move_after_half_of_the_pairs() -> None:
+    log: list[str] = []
+    a, b = rounds(log, "a", 2.0, 0.3), rounds(log, "b", 1.0, 0.1)
+    move = partial(log.append, ", moved, ")
+    compare_pairs(a, b, pairs=3, progress=progress, twin=False, move=move)
+    assert "".join(log) == "ba" + "ab" + ", moved, " + "ba" + "ab"
+
+
 def test_no_pairs_are_refused() -> None:
     system = rounds([], "a", 1.0, 1.0)
     with pytest.raises(ConfigError, match="0 pairs"):

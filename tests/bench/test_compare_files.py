@@ -14,6 +14,7 @@ import pytest
 from tutti.bench.compare import cases, systems
 from tutti.bench.compare import run as compare
 from tutti.bench.fio import FioJob, FioResult, FioUnavailable
+from tutti.bench.pool_workload import PoolWorkload
 from tutti.bench.summary import render
 
 
@@ -141,3 +142,21 @@ def test_pools_have_a_member_in_each_folder(
     page = "<!-- result: cpu-verify -->\n<!-- end -->"
     assert "2 members" in render(page, folders[2])
     assert not any(any(folder.iterdir()) for folder in folders[:2])
+
+
+def test_each_of_two_pools_is_churned_and_fresh_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    churned: list[PoolWorkload] = []
+    real = cases.churn
+
+    def churn(workload: PoolWorkload, nbytes: int, **more: Any) -> int:
+        churned.append(workload)
+        return real(workload, nbytes // 10, **more)
+
+    monkeypatch.setattr(cases, "churn", churn)
+    small = ["--size", "64MiB", "--seconds", "0.01", "--pairs", "2", "--prefix-pages", "8"]
+    assert compare.main(["churned", "--dir", str(tmp_path), "--out", str(tmp_path), *small]) == 0
+    assert len(churned) == len(set(map(id, churned))) == 2
+    cell = json.loads((tmp_path / "churned.json").read_text())["cells"]["churned"]
+    assert len(cell["a"]["gb_per_s"]) == len(cell["b"]["gb_per_s"]) == 2
