@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,10 @@ def _not_measured(error: Unsupported) -> dict[str, str]:
 def _file_cells(
     setup: Setup, plan: PoolPlan, wanted: dict[str, str], *, direct: bool, hugepages: bool
 ) -> Cells:
-    """A cell per phase, of a pool on hugepages.  hugepages: the files and fio use them, too.
+    """A cell per phase, of a pool on hugepages, which is made again after half of the pairs.
 
-    In a phase every system uses as much memory as the batches in flight have.
+    hugepages: the files and fio use them, too.  In a phase every system uses as much memory as the
+    batches in flight have.
     """
     cells: Cells = {}
     path = str(setup.directory / "fio.data")
@@ -205,17 +207,26 @@ def _file_cells(
     with (
         needed if hugepages else nullcontext("") as memory,
         fio_file(setup.directory, setup.size_nbytes) if can_fio else nullcontext(),
-        setup.pool("compare", plan) as workload,
+        ExitStack() as stack,
     ):
-        round_nbytes = _calibrated(setup, workload)
+        pool: list[PoolWorkload] = []
+
+        def make() -> None:
+            pool.clear()
+            stack.close()
+            gc.collect()  # frees the memory of the pool before
+            pool.append(stack.enter_context(setup.pool("compare", plan)))
+
+        make()
+        round_nbytes = _calibrated(setup, pool[0])
         with file_systems(
             setup.directory, plan, direct=direct, hugepages=hugepages, nbytes=round_nbytes
         ) as systems:
             for phase, cell in wanted.items():
                 job = replace(jobs[phase], io_nbytes=round_nbytes, hugepages=memory)
-                tutti = pool_system("tutti", [workload], phase, round_nbytes)
+                tutti = pool_system("tutti", pool, phase, round_nbytes)
                 bound = fio_system(job) if can_fio else None
-                found = setup.compare(tutti, systems[phase], bound=bound)
+                found = setup.compare(tutti, systems[phase], bound=bound, move=make)
                 cells[cell] = found | _file_bar(found, None if hugepages else _FILE_BARS[phase])
     return cells
 

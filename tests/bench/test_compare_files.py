@@ -122,6 +122,19 @@ def pools_made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return made
 
 
+def test_the_pool_that_files_are_compared_with_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "held_hugepages", lambda *_, **__: refused())
+    monkeypatch.setattr(cases.shutil, "which", lambda _: None)
+    made = pools_made(monkeypatch)
+    small = ["--size", "256MiB", "--seconds", "0.01", "--pairs", "2"]
+    small += ["--only", "retrieve, direct, batches of 8 MiB", "--out", str(tmp_path)]
+    assert compare.main(["files", "--dir", str(tmp_path), *small]) == 0
+    assert len(made) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["files.json"]
+
+
 def test_pools_have_a_member_in_each_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
