@@ -121,7 +121,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "residency-moving": (*_TRANSFERS, *_RIG, *_RESIDENCY),
     "short": (
         *(*_TRANSFERS, *_PLACES, "bench/short.py", "bench/shape.py"),
-        *("bench/path_model.py", "bench/prepared_read.py"),
+        *("bench/path_model.py", "bench/prepared_read.py", "bench/meter.py"),
     ),
     "ring": (
         *("kernels/include/gio_uring", "kernels/native/ring_bench.cpp"),

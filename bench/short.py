@@ -36,6 +36,7 @@ from tutti.base.terminal import ProgressFactory
 from tutti.base.units import GiB, MiB
 from tutti.bench.environment import describe
 from tutti.bench.members import beside, refuse, temporary_members
+from tutti.bench.meter import in_turn
 from tutti.bench.path_model import Frame, build, record
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.prepared_read import PreparedRead
@@ -64,6 +65,7 @@ RATIO = 1.5
 _PAGES = (1, 4, 16)
 _SHAPE, _PAGE_SHAPE = "16x128KiB", "32x256KiB"  # 2 MiB and 8 MiB
 _WARM, _ROW, _PUT_ROW = 10, 8, 4
+_ORDERS = 3  # of the files for puts of one page
 _CALLS_NBYTES = 2 * GiB + 64 * MiB  # the reserve, a 64th, has room for a put's pages
 _MEMORY = Path("/dev/shm")
 _BLOCK_NBYTES = 4096  # of a record, too
@@ -279,10 +281,11 @@ def _one_page(
     """Times of a put of one page (also without digests, and at once), and of plain writes of its
     bytes and of a record.
 
-    They alternate; on devices, which have room for one pool, they run one after the other.  Each
-    has other bytes and a place that was not written lately.  Nothing is deleted, because blocks of
-    empty groups are deallocated, and the next put would allocate them again: pools are full and
-    evict.
+    They alternate, in files that are made again in another order after each third of the rounds, as
+    places of a disk differ in speed; on devices, which have room for one pool, they run one after
+    the other.  Each has other bytes and a place that was not written lately.  Nothing is deleted,
+    because blocks of empty groups are deallocated, and the next put would allocate them again:
+    pools are full and evict.
     """
     rng = np.random.default_rng(2)
     nbytes, pages = parse_shape(_PAGE_SHAPE).layout().object_nbytes, max(_PAGES)
@@ -290,7 +293,9 @@ def _one_page(
     source[:] = rng.integers(0, 256, source.shape, np.uint8)
     alone, names, slots = any(map(is_device, paths)), [*_PUTS, _PLAIN], 0
     times_s: dict[str, list[float]] = {}
-    for at_a_time in [[name] for name in names] if alone else [names]:
+    parts = [[name] for name in names] if alone else [in_turn(names, i) for i in range(_ORDERS)]
+    for part, at_a_time in enumerate(parts):
+        counted = rounds if alone else len(range(part, rounds, _ORDERS))
         with ExitStack() as stack:
             calls: _Calls = {}
             for name in at_a_time:
@@ -302,7 +307,7 @@ def _one_page(
                 store = _opened(stack, where, _PAGE_SHAPE, capacity_nbytes, force, **options)
                 slots = store.geometry.slots
                 calls[name] = _puts(store, source, rng)
-            for turn in range(slots + rounds):  # counts only after every place was written
+            for turn in range(slots + counted):  # counts only after every place was written
                 for name in list(calls)[:: 1 if turn % 2 else -1]:
                     call = calls[name](turn)
                     began_s = time.perf_counter()

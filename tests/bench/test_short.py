@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,18 @@ def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(short, "_WARM", 1)
+    made: list[str] = []
+    make = short.temporary_pool
+
+    def pool_of(paths: list[str], *rest: Any, **more: Any) -> Any:
+        made.append(paths[0].removeprefix(f"{tmp_path}/short.tutti."))
+        return make(paths, *rest, **more)
+
+    monkeypatch.setattr(short, "temporary_pool", pool_of)
     words = ["bench", "short", "--dir", str(tmp_path), "--json", "--calls", "2", "--rounds", "3"]
-    assert cli.main(words) == 0
+    assert cli.main([*words, "--capacity", "256MiB"]) == 0
+    assert made[:3] == ["put", "put-no-digests", "put-at-once"]
+    assert made[3:9] == [*made[1:3], *made[:1], *made[2:3], *made[:2]], "in three orders"
     result = json.loads(capsys.readouterr().out)
     calls = {(row["pages"], row["call"], row["scheduled"]) for row in result["calls"]}
     of_pages = (*short.CALLS, *short.MODELS)
