@@ -40,13 +40,7 @@ from tutti.bench.meter import in_turn
 from tutti.bench.mooncake_cluster import CPU, CpuTime, own_cluster
 from tutti.bench.mooncake_reader import ASKED, Reader
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
-from tutti.bench.statistics import (
-    bootstrap_median,
-    interval_text,
-    median,
-    percentile,
-    ratios,
-)
+from tutti.bench.statistics import bootstrap_median, interval_text, median, percentile, ratios
 from tutti.bench.writable import options
 from tutti.cluster.remote_process import name_prefix
 from tutti.cluster.remote_store import RemoteConfig

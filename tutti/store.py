@@ -50,13 +50,7 @@ from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
 from tutti.pool.places import shared_node
-from tutti.pool.pool_format import (
-    Paths,
-    format,
-    format_missing,
-    pool_members,
-    warn_of_capacity,
-)
+from tutti.pool.pool_format import Paths, format, format_missing, pool_members, warn_of_capacity
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.catalogue import Catalogue

@@ -35,13 +35,7 @@ from tutti.placement.index import SlotState
 from tutti.pool.record_table import BLOCK_RECORDS_MIN, RecordTable
 from tutti.transfers.core import Core
 from tutti.transfers.put_limits import Grant
-from tutti.transfers.put_request import (
-    OPEN_PARTS_MAX,
-    PlannedPut,
-    PutPart,
-    PutRequest,
-    PutTogether,
-)
+from tutti.transfers.put_request import OPEN_PARTS_MAX, PlannedPut, PutPart, PutRequest, PutTogether
 from tutti.transfers.quick_put import QuickPut, QuickPuts
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.tickets import Outcome, PutProgress
