@@ -119,14 +119,10 @@ def run_fio(job: FioJob) -> FioResult:
                 what = f"fio did not end in {_TIMEOUT_S} s; look for errors of the drive"
                 raise FioUnavailable(what) from error
             raise
-    if process.returncode != 0:
-        lines = (err or out).strip().splitlines()
-        raise FioUnavailable(f"fio failed: {lines[-1] if lines else _ending(process.returncode)}")
+    if code := process.returncode:
+        ending = f"signal {-code}, no message" if code < 0 else f"exit code {code}, no message"
+        raise FioUnavailable(f"fio failed: {((err or out).strip().splitlines() or [ending])[-1]}")
     return parse_fio(out, job.direction.removeprefix("rand"))
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}, no message" if code < 0 else f"exit code {code}, no message"
 
 
 def parse_fio(text: str, direction: str) -> FioResult:

@@ -218,8 +218,7 @@ def _throughput(seconds: Mapping[str, list[float]], gigabytes: float) -> dict[st
     return {
         **{f"{name}_gb_per_s": values for name, values in rates.items()},
         "ratio": ratio_to("mooncake"),
-        "ratio_to_mooncake_and_write": ratio_to("mooncake_and_write"),
-        "ratio_to_mooncake_and_store": ratio_to("mooncake_and_store"),
+        **{f"ratio_to_{name}": ratio_to(name) for name in _KEEPING},
         "bounds": {name: ratio_to("mooncake", name) for name in _KEEPING},
         "bar": 0.9,
     }

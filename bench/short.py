@@ -303,8 +303,7 @@ def _one_page(
                 if name == _PLAIN:
                     calls |= _plain_writes(stack, where, source, slots, force)
                     continue
-                options = _PUTS[name]
-                store = _opened(stack, where, _PAGE_SHAPE, capacity_nbytes, force, **options)
+                store = _opened(stack, where, _PAGE_SHAPE, capacity_nbytes, force, **_PUTS[name])
                 slots = store.geometry.slots
                 calls[name] = _puts(store, source, rng)
             for turn in range(slots + counted):  # counts only after every place was written

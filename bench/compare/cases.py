@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +102,25 @@ def bandwidth_memory(setup: Setup) -> Cells:
 
 def fio_memory(setup: Setup) -> Cells:
     """fio with 256 MiB of buffers (queue depth 1024) against fio with 8 MiB (queue depth 32)"""
-    cells: Cells = {}
-    for phase in PHASES:
-        if setup.wanted(phase):
-            try:
-                cells[f"{phase} 256KiB"] = _fio_memory_cell(setup, phase)
-            except FioUnavailable as error:
-                cells[f"{phase} 256KiB"] = _not_measured(error)
-    return cells
+    phases = filter(setup.wanted, PHASES)
+    return {f"{phase} 256KiB": _fio_memory_cell(setup, phase) for phase in phases}
 
 
 def _fio_memory_cell(setup: Setup, phase: str) -> dict[str, Any]:
     path, nbytes = str(setup.directory / "fio.data"), setup.size_nbytes
     few = FioJob(path, _DIRECTION[phase], 256 * KiB, nbytes, nbytes)
     many = replace(few, iodepth=1024)
-    with (
-        held_hugepages([many], allow_sysctl=setup.allow_sysctl) as memory,
-        fio_file(setup.directory, few.size_nbytes),
-    ):
-        few, many = (replace(job, hugepages=memory) for job in (few, many))
-        nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
-        return setup.compare(
-            fio_system(replace(many, io_nbytes=nbytes)), fio_system(replace(few, io_nbytes=nbytes))
-        )
+    try:
+        with (
+            held_hugepages([many], allow_sysctl=setup.allow_sysctl) as memory,
+            fio_file(setup.directory, few.size_nbytes),
+        ):
+            few, many = (replace(job, hugepages=memory) for job in (few, many))
+            nbytes = _round_nbytes(setup, run_fio(few).gb_per_s)
+            few, many = (replace(job, io_nbytes=nbytes) for job in (few, many))
+            return setup.compare(fio_system(many), fio_system(few))
+    except FioUnavailable as error:
+        return _not_measured(error)
 
 
 def layerwise_fio(setup: Setup) -> Cells:
@@ -134,8 +131,7 @@ def layerwise_fio(setup: Setup) -> Cells:
         cell = f"{setup.prefix_pages} pages of {_PREFIX_SHAPE}, {memory} pages, {buffers}"
         if setup.wanted(cell):
             plan = _prefix_plan(setup, hugepages=memory == "huge")
-            if bounded:
-                plan = _with_fio_memory(plan)
+            plan = _with_fio_memory(plan) if bounded else plan
             cells[cell] = _fio_cell(setup, plan, "layerwise")
     return cells
 
@@ -239,8 +235,7 @@ def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int) -> FioJob:
     """fio with as many bytes of buffers as the batches in flight have."""
     block_nbytes = plan.shape.slice_nbytes
     depth = _inflight_nbytes(plan) // block_nbytes
-    direction = _DIRECTION[phase]
-    return FioJob(path, direction, block_nbytes, nbytes, nbytes, iodepth=depth)
+    return FioJob(path, _DIRECTION[phase], block_nbytes, nbytes, nbytes, iodepth=depth)
 
 
 def _file_bar(found: dict[str, Any], bar: float | None) -> dict[str, str]:
@@ -290,20 +285,17 @@ def digest(setup: Setup) -> Cells:
     buffer.array[:] = 1
     slices = buffer.array.reshape(-1, 256 * KiB)
 
-    def timed(name: str, read: Callable[[npt.NDArray[np.uint8]], object]) -> ComparedSystem:
-        def run() -> Round:
-            meter = Meter()
-            with meter.timed():
-                for one in slices:
-                    read(one)
-            meter.nbytes = buffer.nbytes
-            return Round(meter.gb_per_s, meter.cpu_s_per_gb)
+    def timed(read: Callable[[npt.NDArray[np.uint8]], object]) -> Round:
+        meter = Meter()
+        with meter.timed():
+            for one in slices:
+                read(one)
+        meter.nbytes = buffer.nbytes
+        return Round(meter.gb_per_s, meter.cpu_s_per_gb)
 
-        return ComparedSystem(name, run)
-
-    xxh3 = timed("XXH3-64", xxh3_64)
-    plain = timed("sum of 64-bit words", lambda one: one.view(np.uint64).sum())
-    return {"1 GiB": setup.compare(xxh3, plain)}
+    xxh3 = ComparedSystem("XXH3-64", partial(timed, xxh3_64))
+    plain = partial(timed, lambda one: one.view(np.uint64).sum())
+    return {"1 GiB": setup.compare(xxh3, ComparedSystem("sum of 64-bit words", plain))}
 
 
 def xxh3_64(data: npt.NDArray[np.uint8]) -> int:
@@ -340,9 +332,7 @@ def _against_fio(setup: Setup, shapes: tuple[str, ...], verify: str, *, bounded:
         cell = f"{phase} {shape}, {memory} pages"
         if setup.wanted(cell):
             plan = setup.plan(shape, verify=verify, hugepages=memory == "huge")
-            if bounded:
-                plan = _with_fio_memory(plan)
-            cells[cell] = _fio_cell(setup, plan, phase)
+            cells[cell] = _fio_cell(setup, _with_fio_memory(plan) if bounded else plan, phase)
     return cells
 
 
@@ -363,13 +353,11 @@ def _fio_cell(setup: Setup, plan: PoolPlan, phase: str) -> dict[str, Any]:
             is_prefix, pages = phase == "layerwise", setup.prefix_pages
             batches = workload.prefix(pages) if is_prefix else workload.resident()
             job = in_place_of(workload, batches, replace(job, hugepages=memory))
-            if is_prefix:
-                round_nbytes = _prefix_round(setup, plan, run_fio(job).gb_per_s)
-            else:
-                round_nbytes = _round_nbytes(setup, run_fio(job).gb_per_s)
+            speed = run_fio(job).gb_per_s
+            nbytes = _prefix_round(setup, plan, speed) if is_prefix else _round_nbytes(setup, speed)
             return setup.compare(
-                pool_system("tutti", [workload], phase, round_nbytes, pages),
-                fio_system(replace(job, io_nbytes=round_nbytes)),
+                pool_system("tutti", [workload], phase, nbytes, pages),
+                fio_system(replace(job, io_nbytes=nbytes)),
             )
     except Unsupported as error:
         return _not_measured(error)

@@ -18,8 +18,8 @@ _MEAN_PAGES = 12
 _REMEMBERED = 256
 
 
-def churn(workload: PoolWorkload, nbytes: int, *, seed: int, progress: ProgressFactory) -> int:
-    """Puts ``nbytes`` in chains of geometric length; returns the number of objects.
+def churn(workload: PoolWorkload, nbytes: int, *, seed: int, progress: ProgressFactory) -> None:
+    """Puts ``nbytes`` in chains of geometric length.
 
     Before every second put, on average, one of the last chains is looked up, which makes it recent:
     so objects are not evicted in the order in which they were stored.
@@ -44,4 +44,3 @@ def churn(workload: PoolWorkload, nbytes: int, *, seed: int, progress: ProgressF
             bar.advance(length)
         while waiting:
             waiting.popleft().wait(WAIT_S)
-    return put

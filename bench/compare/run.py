@@ -3,9 +3,8 @@
     python -m tutti.bench.compare.run bandwidth-fio --dir DIR --pairs 7
 
 Every comparison alternates its two systems (bench/compare/paired.py). In a round both move the same
-number of bytes, by direct I/O, on the same file system, in files that were written completely
-before: fio, where it is one of the two, in the pool's, as places of a disk differ in speed.
-OUT/CASE.json gets a case's result and a description of the machine.
+number of bytes, by direct I/O, in files that were written completely before; fio in the pool's own
+file, as places of a disk differ in speed. OUT/CASE.json gets the result, with the machine's data.
 """
 
 from __future__ import annotations
@@ -49,18 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
+    names = ("pairs", "prefix_pages", "records", "only", "allow_sysctl", "seed")
     return Setup(
         directories=tuple(map(Path, args.dir)),
-        pairs=args.pairs,
         size_nbytes=parse_nbytes(args.size),
         round_s=args.seconds,
-        prefix_pages=args.prefix_pages,
-        records=args.records,
         memory=tuple(args.memory),
-        only=args.only,
-        allow_sysctl=args.allow_sysctl,
-        seed=args.seed,
         progress=progress,
+        **{name: getattr(args, name) for name in names},
     )
 
 

@@ -52,9 +52,8 @@ class PoolPlan:
     @property
     def memory_pages(self) -> int | None:
         """Pages of memory_nbytes, one at least."""
-        if self.memory_nbytes is None:
-            return None
-        return max(1, self.memory_nbytes // self.shape.object_nbytes)
+        nbytes = self.memory_nbytes
+        return None if nbytes is None else max(1, nbytes // self.shape.object_nbytes)
 
     @property
     def engine_nbytes(self) -> int:
@@ -130,10 +129,9 @@ def fio_file(directory: Path, nbytes: int) -> Iterator[str]:
 
 
 def in_place_of(workload: PoolWorkload, batches: Sequence[int], job: FioJob) -> FioJob:
-    """The job on the bytes with these batches, if its path is that of the pool's first file.
+    """The job, whose path is that of the pool's first file, on the part with these batches.
 
-    Another file would have another place on the disk, and so another speed.  Where batches begin at
-    the end of the file and continue at its beginning, the longer part counts.
+    Where they begin at the end of the file and continue at its beginning, the longer part counts.
     """
     geometry = workload.store.geometry
     keys = np.concatenate([workload.keys(batch) for batch in batches])
@@ -148,7 +146,6 @@ def in_place_of(workload: PoolWorkload, batches: Sequence[int], job: FioJob) -> 
 
 
 def fio_system(job: FioJob) -> ComparedSystem:
-
     def run() -> Round:
         result = run_fio(job)
         backing = "hugetlb" if job.hugepages else "pages"

@@ -163,9 +163,9 @@ def test_each_of_two_pools_is_churned_and_fresh_in_turn(
     churned: list[PoolWorkload] = []
     real = cases.churn
 
-    def churn(workload: PoolWorkload, nbytes: int, **more: Any) -> int:
+    def churn(workload: PoolWorkload, nbytes: int, **more: Any) -> None:
         churned.append(workload)
-        return real(workload, nbytes // 10, **more)
+        real(workload, nbytes // 10, **more)
 
     monkeypatch.setattr(cases, "churn", churn)
     small = ["--size", "64MiB", "--seconds", "0.01", "--pairs", "2", "--prefix-pages", "8"]
