@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_the_command_says_what_is_possible(
     assert window._reach({"possible": {"in_a_row": 1.04, "idle": 1.1}}).startswith("not proven")
     for row in result["rows"]:
         assert 0 < row["called_ms"] < row["first_ms"]["high"] <= row["whole_ms"]["high"]
+
+
+def test_loops_take_the_rate_of_the_place_where_their_pauses_are_measured() -> None:
+    bench = window._Bench(argparse.Namespace(layers=2), 1000)
+    bench._drive = {1: [(9.0, 1.0, 1.0)], 4: [(8.0, 1.0, 1.0)] * 2 + [(4.0, 1.0, 1.0)]}
+    assert bench.rate() == 1000
+    assert bench.rate(3) == 2000
 
 
 def test_a_bar_is_reached_by_the_whole_interval() -> None:
