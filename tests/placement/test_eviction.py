@@ -104,7 +104,7 @@ def large_view(seed: int, *, uses: Sequence[int], misleads: bool) -> EvictionVie
     random = np.random.default_rng(seed)
     access = random.integers(1, 2000, 512, np.uint32).repeat(8)
     if misleads:
-        access[::eviction._SAMPLE] = 1
+        access[:: eviction._SAMPLE] = 1
     view = make_view(8, access, np.arange(4096) % 8, empty=(7, 900), busy=(16, 17, 2048))
     counts = random.choice(np.array(uses, np.uint8), 512).repeat(8)
     return replace(view, uses=counts, now=2000, lifetime_bits=9)
