@@ -99,7 +99,9 @@ void ServiceThread::begin_group(Part* part, u32 kind, u64 nbytes) {
   const u64 command_ns = nbytes * 1'000'000 / kilo_rate;
   const u64 layer_ns = part->layer_nbytes * 1'000'000 / kilo_rate;
   const u64 pause_ns = std::max(alone_ns(kind), command_ns) - command_ns;
-  const u64 pace_ns = job.consumer.pace_ns();
+  u64 pace_ns = job.consumer.pace_ns();
+  // Until it is measured, only the fast ones before it count: a longer pace may be another model's.
+  if (pace_ns == 0 && job.consumer.expected_ns() < layer_ns) pace_ns = job.consumer.expected_ns();
   u32 layers = 1;
   if (ready != 0 && pace_ns != 0) {
     const u64 busy_ns = job.consumer.busy_ns(ready, clock_ns());

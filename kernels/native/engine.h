@@ -118,8 +118,9 @@ struct Completed {
 // between.  Written by waiting threads, read by service threads.
 class Consumer {
  public:
-  // What it is expected to take per layer until that is measured.
-  void expect(u64 pace_ns) { pace_ns_ = pace_ns; }
+  // What it is expected to take per layer, as those before it; 0 if unknown.
+  void expect(u64 pace_ns) { expected_ns_ = pace_ns; }
+  u64 expected_ns() const { return expected_ns_; }
   // The consumer waits for `layers` layers from now on.
   void asks(u32 layers, u64 now_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -148,6 +149,7 @@ class Consumer {
   }
 
  private:
+  u64 expected_ns_ = 0;
   std::mutex mutex_;           // of the writers
   std::atomic<u32> asked_{0};  // layers, the most
   std::atomic<u32> has_{0};
