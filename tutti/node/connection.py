@@ -264,11 +264,14 @@ class Connections:
                 with contextlib.suppress(Exception):  # a logging handler of the user's
                     _log.warning("a call got no connection to the agent: %s", error)
             raise
+        self._keep(connection)
+        return connection
+
+    def _keep(self, connection: Connection) -> None:
         with self._lock:
             self._all.add(connection)
             if self._closed:
                 connection.close()
-        return connection
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
