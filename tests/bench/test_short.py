@@ -27,7 +27,7 @@ def test_the_command(
     monkeypatch.setattr(short, "temporary_pool", pool_of)
     words = ["bench", "short", "--dir", str(tmp_path), "--json", "--calls", "2", "--rounds", "3"]
     assert cli.main([*words, "--capacity", "256MiB"]) == 0
-    assert made[:3] == ["put", "put-no-digests", "put-at-once"]
+    assert made[:3] == ["put", "put-no digests", "put-at once"]
     assert made[3:9] == [*made[1:3], *made[:1], *made[2:3], *made[:2]], "in three orders"
     result = json.loads(capsys.readouterr().out)
     calls = {(row["pages"], row["call"], row["scheduled"]) for row in result["calls"]}
