@@ -128,6 +128,7 @@ def exit_at_once(parent: Parent) -> None:
 def call_everything(parent: Parent) -> None:
     found = calls(parent)
     assert found == [ForkedProcess.__name__] * len(found), found
+    assert all("object at" in repr(thing) for thing in (parent.store, parent.put, parent.load))
     parent.store.close()
     parent.store.__exit__(None, None, None)
     sys.exit(0)

@@ -79,6 +79,8 @@ class PutTicket(_Ticket["PutProgress"]):
     """
 
     def __repr__(self) -> str:
+        if self._made_in is not process.generation:
+            return object.__repr__(self)  # as of an Owned object: a log or a debugger may ask
         counts = Counter(Outcome(code).name.lower() for code in self.outcome.tolist())
         listed = ", ".join(f"{n} {name}" for name, n in counts.items())
         return f"<PutTicket: {listed or 'no keys'}>"
@@ -207,6 +209,8 @@ class LoadTicket(_Ticket["LoadProgress"]):
     """
 
     def __repr__(self) -> str:
+        if self._made_in is not process.generation:
+            return object.__repr__(self)
         state = "done" if self.done else "under way"
         return f"<LoadTicket: {self.keys} keys, {state}, {self.failed().size} failed>"
 
