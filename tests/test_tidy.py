@@ -21,7 +21,7 @@ CPP_SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 TEXTS = (".py", *CPP_SUFFIXES, ".md", ".txt", ".toml", ".in", ".sh", ".json", ".ci/run", "Makefile")
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-RESULT_NBYTES_MAX = 1 << 20
+RESULT_NBYTES_MAX = 2 << 20
 # Lines of Python and C++ that are shipped. Raise it in the change that needs it, and say why there.
 CODE_LINES_MAX = 80_937
 
