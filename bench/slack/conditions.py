@@ -84,10 +84,8 @@ class Condition:
             return store_limits(truth, truth.model.page_nbytes)
         if self.linker:
             return replace(limits, locked_pages=UNBOUNDED, staged_pages=0)
-        locked, staged = (
-            round(n * self.backlog) for n in (limits.locked_pages, limits.staged_pages)
-        )
-        return replace(limits, locked_pages=locked, staged_pages=staged)
+        locked, staged = limits.locked_pages * self.backlog, limits.staged_pages * self.backlog
+        return replace(limits, locked_pages=round(locked), staged_pages=round(staged))
 
     def space(self, limits: Limits) -> SpaceKnown | None:
         """The event that the server posts at its start, if any."""

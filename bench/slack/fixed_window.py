@@ -33,10 +33,8 @@ class FixedWindow:
         waiting = [write for write in state.unwritten.values() if write.name not in gone]
         if not waiting:
             return Decision(reads, (), copy_outs, drops)
-        left = max(
-            round(self._window_us * 1e-6 * self._bytes_per_s),
-            waiting[0].unit * waiting[0].page_nbytes,
-        )
+        unit_nbytes = waiting[0].unit * waiting[0].page_nbytes
+        left = max(round(self._window_us * 1e-6 * self._bytes_per_s), unit_nbytes)
         window_ns = round(left / self._bytes_per_s * 1e9)
         last_ns = state.write_issued_ns
         if last_ns is not None and state.now_ns < last_ns + window_ns:

@@ -258,10 +258,8 @@ def _profiles(found: dict[str, Any]) -> str:
     told = {"slack": found["profile"], "as opened": found["as opened"]["found"]}
     texts = []
     for name, says in told.items():
-        by, read, write = (
-            found["counters"][name],
-            *(says[f"{way}_bytes_per_s"] for way in ("read", "write")),
-        )
+        by = found["counters"][name]
+        read, write = (says[f"{way}_bytes_per_s"] for way in ("read", "write"))
         bound = ", the bound of the correction" if by["layer_factor"] in (1 / 8, 8.0) else ""
         layer_ms, both = 1e3 * says["layer_s"], says["interference"]
         texts.append(

@@ -260,21 +260,14 @@ def policy_of(
 def numbers(measured: Measured) -> dict[str, float]:
     """The numbers that judge a run, by name."""
     alone_s = measured.decode_alone_s
-    return {
-        "bubble_s": measured.bubble_s,
+    computed = {
         "first_token_s": float(np.mean(measured.first_token_s)),
         "first_token_p99_s": percentile(measured.first_token_s, 99),
         "between_tokens_p99_s": percentile(measured.between_tokens_s, 99),
         "decode_slowdown": measured.decode_s / alone_s - 1 if alone_s else 0.0,
-        "backlog_pages_max": measured.backlog_pages_max,
         "backlog_pages_mean": measured.backlog_page_s / measured.wall_s,
-        "dropped_pages": measured.dropped_pages,
-        "stored_pages": measured.stored_pages,
-        "drained_s": measured.drained_s,
-        "prediction_error": measured.prediction_error,
-        "forced_pages": measured.forced_pages,
-        "decode_rest_s": measured.decode_rest_s,
     }
+    return {name: getattr(measured, name) for name in _METRICS if name not in computed} | computed
 
 
 def _row(runs: dict[str, list[dict[str, float]]], condition: str) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class Measured:
     bubble_s: float = 0.0
     decode_rest_s: float = 0.0  # first prefills of a queue waited for the end of a decode step
     first_token_s: list[float] = field(default_factory=list)
-    bubbles_s: list[float] = field(default_factory=list)  # of each request that hit
     between_tokens_s: list[float] = field(default_factory=list)
     decode_s: float = 0.0
     decode_alone_s: float = 0.0
@@ -67,7 +66,6 @@ class Measured:
     drained_s: float = 0.0  # from the last token to the last page stored
     dropped_pages: int = 0
     stored_pages: int = 0
-    offered_pages: int = 0
     forced_pages: int = 0
     prediction_error: float = 0.0
 
@@ -79,7 +77,7 @@ class TruthNow:
         self._machine = machine
         self.prefill_factors: dict[tuple[int, int], float] = {}
         self.decode_factor = 1.0
-        self.interference_now = partial(getattr, machine, "interference")
+        self.interference_now: Callable[[], float] = partial(getattr, machine, "interference")
 
     @property
     def interference(self) -> float:
@@ -102,10 +100,6 @@ class TruthNow:
     def write_us(self, nbytes: int) -> float:
         """See Profile."""
         return self._machine.write_us(nbytes)
-
-
-def _interference_now(conditions: Conditions, timeline: Timeline) -> float:
-    return conditions.interference(timeline.now_ns)
 
 
 @dataclass
@@ -160,7 +154,7 @@ class LayeredServer:
             self._truth.prefill_factors = dict(zip(shapes, steps.tolist(), strict=True))
         self.scheduler = Scheduler(policy, profile)
         if self._truth is not None and conditions is not None:
-            self._truth.interference_now = partial(_interference_now, conditions, self._timeline)
+            self._truth.interference_now = lambda: conditions.interference(self._timeline.now_ns)
             self.state.estimates.both.learns = False
         self._space = ""
         self._reports = StepReports()
@@ -332,38 +326,33 @@ class LayeredServer:
             loads=loads,
         )
         self._post(self._reports.began(begun, self.state.waits))
-        self._layer(number, 0, self._timeline.now_ns, self.measured.bubble_s)
+        self._layer(number, 0, self._timeline.now_ns)
 
-    def _layer(self, number: int, layer: int, waits_ns: int, bubble_before_s: float) -> None:
+    def _layer(self, number: int, layer: int, waits_ns: int) -> None:
         """Begins a layer, or waits for its load."""
         request, name = self._requests[number], str(number)
         now_ns = self._timeline.now_ns
         needed = 1 if self._whole else layer + 1
         if request.hit_tokens and self._ready[name] < needed:
-            self._wait = lambda: self._layer(number, layer, waits_ns, bubble_before_s)
+            self._wait = lambda: self._layer(number, layer, waits_ns)
             return
         self.measured.bubble_s += (now_ns - waits_ns) / 1e9
         self._post(self._reports.layer_began(LayerBegan(now_ns, layer, now_ns - waits_ns)))
         layer_us = self._machine.layer_us(request.new_tokens, request.hit_tokens)
         ends_ns = now_ns + round(layer_us * 1000 * float(self._layer_factors[number, layer]))
         if layer + 1 < self._machine.model.layers:
-            self._timeline.at(
-                ends_ns, lambda: self._layer(number, layer + 1, ends_ns, bubble_before_s)
-            )
+            self._timeline.at(ends_ns, lambda: self._layer(number, layer + 1, ends_ns))
         else:
-            self._timeline.at(ends_ns, lambda: self._first_token(number, bubble_before_s))
+            self._timeline.at(ends_ns, lambda: self._first_token(number))
 
-    def _first_token(self, number: int, bubble_before_s: float) -> None:
+    def _first_token(self, number: int) -> None:
         request, now_ns = self._requests[number], self._timeline.now_ns
         measured = self.measured
         measured.first_token_s.append((now_ns - request.arrival_ns) / 1e9)
-        if request.hit_tokens:
-            measured.bubbles_s.append(measured.bubble_s - bubble_before_s)
         self._post(self._reports.ended(StepEnded(now_ns)))
         model = self._machine.model
         pages = request.new_tokens // model.page_tokens
         if pages:
-            measured.offered_pages += pages
             name, nbytes = f"w{number}", model.page_nbytes
             self._post(WriteKnown(now_ns, name, pages, nbytes, 1, self._space, can_stop=True))
         if request.out_tokens > 1:
