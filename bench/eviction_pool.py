@@ -87,7 +87,7 @@ class Pool:
         slots = groups * self.group_slots
         self.index = Index(slots, seed=1)
         self.allocator = Allocator(1, groups, self.group_slots)
-        self.history = ReuseHistory(slots)
+        self.history = ReuseHistory(slots, chooses=self.policy == "mq")
         self.reserve = reserve_slots(slots)
         self._kept: Mask = np.zeros(slots, np.bool_)
         self.hits = self.loaded = self.runs = self.evicted = 0
@@ -125,7 +125,7 @@ class Pool:
         rows = start + index.absent(keys[start:end])
         if rows.size == 0:
             return
-        self._top_up(rows.size)
+        self._top_up(rows.size, keys[rows])
         after = int(index.find(keys[start - 1 : start])[0]) if start else MISSING
         slots = self.allocator.allocate(rows.size, after=None if after == MISSING else after)
         self._top_up(0)
@@ -138,13 +138,19 @@ class Pool:
             self._free_sum += self.allocator.free_slots
             self._puts += 1
 
-    def _top_up(self, extra: int) -> None:
-        index, free = self.index, self.allocator.free_slots
-        if free >= self.reserve + extra:
+    def _top_up(self, extra: int, fresh: Keys | None = None) -> None:
+        index, free, history = self.index, self.allocator.free_slots, self.history
+        history.choose()
+        if history.by_uses and fresh is None:
             return
-        history = self.history
+        reserve = 0 if history.by_uses else self.reserve
+        if free >= reserve + extra:
+            return
+        resident = index.resident()
+        if history.by_uses and fresh is not None:
+            resident &= history.uses < history.missed(fresh, index.uses)
         view = EvictionView(
-            index.resident(),
+            resident,
             self._kept,
             index.access,
             index.depth,
@@ -152,11 +158,12 @@ class Pool:
             history.uses,
             index.uses,
             history.lifetime_bits,
+            history.by_uses,
         )
         policy = _POLICIES[self.policy]
         if self.part_slots is not None:
             policy = _Parts(policy, self.part_slots)
-        victims = policy.victims(view, 2 * self.reserve + extra - free)
+        victims = policy.victims(view, 2 * reserve + extra - free)
         if victims.size == 0:
             return
         history.evicted(victims, index.key[victims])

@@ -59,8 +59,9 @@ class NativeReuse(ctypes.Structure):
     """`struct tutti_reuse`."""
 
     _fields_ = (
-        *members(ctypes.c_void_p, "used uses ghosts ghost_uses heads gaps"),
-        *members(ctypes.c_uint64, "slots buckets oldest gaps_sum"),
+        *members(ctypes.c_void_p, "used uses ghosts ghost_uses heads gaps known"),
+        *members(ctypes.c_uint64, "slots buckets oldest gaps_sum references since"),
+        ("hits", 3 * ctypes.c_double),
     )
 
 
@@ -183,6 +184,7 @@ _QUICK: Prototypes = {
     "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
     "tutti_reuse_evicted": (_I64, (_REUSE, _POINTER, _POINTER, _U64)),
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
+    "tutti_reuse_missed": (_I64, (_REUSE, _POINTER, _U64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_plan": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _POINTER)),
     "tutti_load_answer": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _U64, _POINTER)),

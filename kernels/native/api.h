@@ -179,7 +179,9 @@ constexpr uint64_t kTuttiGaps = 33;
 // How often objects are used (tutti/placement/reuse.py); the caller owns the arrays. By slot: the
 // use in which it was filled or last loaded, 0 if unknown, and its number of uses. A ring of as
 // many ghosts as slots, with each one's number of uses (0: empty). The latest ghost of each bucket.
-// A histogram of gaps between the uses of an object, by the bit length of the gap.
+// A histogram of gaps between the uses of an object, by the bit length of the gap. The number of
+// objects and ghosts by their uses. References since a use, and how many hit; would hit if the pool
+// kept the objects with the most uses; or those used last.
 struct tutti_reuse {
   uint32_t* used;
   uint8_t* uses;
@@ -187,10 +189,14 @@ struct tutti_reuse {
   uint8_t* ghost_uses;
   uint32_t* heads;
   uint32_t* gaps;
+  uint32_t* known;
   uint64_t slots;
   uint64_t buckets;
   uint64_t oldest;
   uint64_t gaps_sum;
+  uint64_t references;
+  uint64_t since;
+  double hits[3];
 };
 
 // Records that the objects of slots were evicted: their keys replace the oldest ghosts. Returns -1
@@ -207,6 +213,12 @@ TUTTI_API int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, u
 // slot out of range.
 TUTTI_API int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8_t* keys,
                                      uint64_t n, int64_t now);
+
+// Records that keys are put that may not be stored: remembers them as if they had been evicted.
+// Returns the most uses of one, this one included. If they are stored in the same use, that is not
+// another one.
+TUTTI_API int64_t tutti_reuse_missed(tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
+                                     int64_t now);
 
 // A direct-mapped cache of digests by slot number; see tutti/placement/digest_cache.py.
 struct tutti_digests {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "api.h"
@@ -13,6 +14,7 @@ namespace {
 constexpr uint32_t kNone = UINT32_MAX;
 // Gaps per slot that are counted before all counts are halved, so that old gaps are forgotten.
 constexpr uint64_t kGapsPerSlot = 8;
+constexpr uint64_t kReferencesPerSlot = 16;  // as kGapsPerSlot
 constexpr uint64_t kMultipliers[] = {0x9E3779B97F4A7C15ULL, 0xC2B2AE3D27D4EB4FULL};
 
 uint64_t hash_of(const uint8_t* key) {
@@ -65,9 +67,53 @@ void count_gap(tutti_reuse* reuse, int64_t now, uint32_t then) {
   for (uint64_t i = 0; i < kTuttiGaps; ++i) reuse->gaps_sum += reuse->gaps[i] /= 2;
 }
 
-void use(tutti_reuse* reuse, int64_t slot, uint8_t uses_before, int64_t now) {
-  reuse->uses[slot] = static_cast<uint8_t>(uses_before + (uses_before != UINT8_MAX ? 1 : 0));
-  reuse->used[slot] = static_cast<uint32_t>(now);
+// Counts a reference to an object that had `uses`, the last at `then`, and whether it would hit if
+// the pool kept as many objects as it has slots: those with the most uses (of equal ones a share),
+// or those used last, by the rate of references so far.
+void compare(tutti_reuse* reuse, uint8_t uses, uint32_t then, uint64_t now) {
+  const uint64_t passed = static_cast<uint32_t>(now - reuse->since);
+  if (uses != 0 && then != 0) {
+    const uint32_t* known = reuse->known;
+    const auto more = std::accumulate(known + uses + 1, known + UINT8_MAX + 1, uint64_t{0});
+    const double room = static_cast<double>(reuse->slots) - static_cast<double>(more);
+    reuse->hits[1] += std::clamp(room / known[uses], 0.0, 1.0);
+    const uint64_t gap = static_cast<uint32_t>(now) - then;
+    if (gap * reuse->references <= reuse->slots * passed) reuse->hits[2] += 1;
+  }
+  if (++reuse->references < kReferencesPerSlot * reuse->slots) return;
+  reuse->references /= 2;
+  reuse->since += passed / 2;
+  for (double& hits : reuse->hits) hits /= 2;
+}
+
+// Counts a use of an object, the next after these; returns how many it has now. A second one at the
+// same time is not counted.
+uint8_t use(tutti_reuse* reuse, uint8_t uses, uint32_t then, int64_t now) {
+  if (uses != 0 && then == static_cast<uint32_t>(now)) return uses;
+  count_gap(reuse, now, then);
+  compare(reuse, uses, then, static_cast<uint64_t>(now));
+  --reuse->known[uses];  // the count for 0 has no meaning
+  if (uses != UINT8_MAX) ++uses;
+  ++reuse->known[uses];
+  return uses;
+}
+
+// Makes a key the latest ghost, in place of the oldest one.
+void remember(tutti_reuse* reuse, const GhostName& name, uint8_t uses, uint32_t used) {
+  const auto place = static_cast<uint32_t>(reuse->oldest);
+  uint32_t& head = reuse->heads[name.bucket];
+  --reuse->known[reuse->ghost_uses[place]];
+  reuse->ghosts[place] = {name.tag, used, head};
+  reuse->ghost_uses[place] = uses;
+  head = place;
+  reuse->oldest = (reuse->oldest + 1) % reuse->slots;
+}
+
+// Removes the ghost of a key; returns its uses, 0 if there is none, and the time of the last.
+std::pair<uint8_t, uint32_t> forget(tutti_reuse* reuse, const GhostName& name) {
+  const uint32_t ghost = find_ghost(reuse, name);
+  if (ghost == kNone) return {uint8_t{0}, 0};
+  return {std::exchange(reuse->ghost_uses[ghost], uint8_t{0}), reuse->ghosts[ghost].used};
 }
 
 bool are_slots(const int64_t* slots, uint64_t n, uint64_t end) {
@@ -82,13 +128,10 @@ int64_t tutti_reuse_evicted(tutti_reuse* reuse, const int64_t* slots, const uint
                             uint64_t n) {
   if (!are_slots(slots, n, reuse->slots)) return -1;
   for (uint64_t i = 0; i < n; ++i) {
-    const auto place = static_cast<uint32_t>(reuse->oldest);
+    const uint8_t uses = std::exchange(reuse->uses[slots[i]], uint8_t{0});
+    if (uses == 0) ++reuse->known[1];
     const GhostName name = name_of(reuse, keys + i * kTuttiKeyBytes);
-    uint32_t& head = reuse->heads[name.bucket];
-    reuse->ghosts[place] = {name.tag, reuse->used[slots[i]], head};
-    reuse->ghost_uses[place] = std::max<uint8_t>(reuse->uses[slots[i]], 1);
-    head = place;
-    reuse->oldest = (reuse->oldest + 1) % reuse->slots;
+    remember(reuse, name, std::max<uint8_t>(uses, 1), reuse->used[slots[i]]);
   }
   return static_cast<int64_t>(n);
 }
@@ -98,8 +141,9 @@ int64_t tutti_reuse_loaded(tutti_reuse* reuse, const int64_t* slots, uint64_t n,
   for (uint64_t i = 0; i < n; ++i) {
     const int64_t slot = slots[i];
     if (reuse->used[slot] == static_cast<uint32_t>(now)) continue;  // twice in this load
-    count_gap(reuse, now, reuse->used[slot]);
-    use(reuse, slot, reuse->uses[slot], now);
+    reuse->hits[0] += 1;
+    reuse->uses[slot] = use(reuse, reuse->uses[slot], reuse->used[slot], now);
+    reuse->used[slot] = static_cast<uint32_t>(now);
   }
   return static_cast<int64_t>(n);
 }
@@ -109,16 +153,25 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
   if (!are_slots(slots, n, reuse->slots)) return -1;
   int64_t late = 0;
   for (uint64_t i = 0; i < n; ++i) {
-    const uint32_t ghost = find_ghost(reuse, name_of(reuse, keys + i * kTuttiKeyBytes));
-    uint8_t uses = 0;
-    if (ghost != kNone) {
-      ++late;
-      uses = std::exchange(reuse->ghost_uses[ghost], uint8_t{0});
-      count_gap(reuse, now, reuse->ghosts[ghost].used);
-    }
-    use(reuse, slots[i], uses, now);
+    const auto [uses, then] = forget(reuse, name_of(reuse, keys + i * kTuttiKeyBytes));
+    late += uses != 0 && then != static_cast<uint32_t>(now) ? 1 : 0;
+    --reuse->known[reuse->uses[slots[i]]];  // of an object that was deleted
+    reuse->uses[slots[i]] = use(reuse, uses, then, now);
+    reuse->used[slots[i]] = static_cast<uint32_t>(now);
   }
   return late;
+}
+
+int64_t tutti_reuse_missed(tutti_reuse* reuse, const uint8_t* keys, uint64_t n, int64_t now) {
+  uint8_t most = 0;
+  for (uint64_t i = 0; i < n; ++i) {
+    const GhostName name = name_of(reuse, keys + i * kTuttiKeyBytes);
+    const auto [before, then] = forget(reuse, name);
+    const uint8_t uses = use(reuse, before, then, now);
+    remember(reuse, name, uses, static_cast<uint32_t>(now));
+    most = std::max(most, uses);
+  }
+  return most;
 }
 
 void tutti_digests_put(tutti_digests* cache, const int64_t* slots, const uint64_t* sequences,

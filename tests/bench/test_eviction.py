@@ -95,6 +95,42 @@ def test_what_was_used_often_long_ago_does_not_outlive_what_lru_keeps() -> None:
     assert found["mq"] == found["lru"] == 50 * 4
 
 
+def documents_in_turn(policy: str) -> Pool:
+    """A pool of 128 slots, after 60 turns of 4 documents of 40 blocks."""
+    pool = Pool(SLOTS, policy, GROUP_SLOTS)
+    for turn in range(240):
+        first = 40 * (turn % 4)
+        pool.play(block_keys(bytes(16), range(first, first + 40)))
+    check_index(pool.index)
+    check_allocator(pool.allocator)
+    return pool
+
+
+def test_what_does_not_fit_keeps_a_part_instead_of_nothing() -> None:
+    lru, mq = documents_in_turn("lru"), documents_in_turn("mq")
+    assert (mq.history.by_uses, lru.history.by_uses) == (True, False)
+    assert mq.hits > 2 * lru.hits
+
+
+def test_what_is_used_as_often_is_not_replaced() -> None:
+    lru, mq = documents_in_turn("lru"), documents_in_turn("mq")
+    assert mq.hits > 0.6 * 240 * 40, "three of four documents fit"
+    assert mq.evicted < lru.evicted / 4
+
+
+def test_a_store_refuses_what_it_would_evict_before_its_next_use() -> None:
+    geometry = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, GROUP_SLOTS, SLOTS // GROUP_SLOTS)
+    with opened(formatted(LAYOUT, geometry), pin_lookups=1, eviction="mq") as store:
+        replayer = Replayer(store, pages=256, page_size=512, hugepages=False)
+        for turn in range(240):
+            ids = range(40 * (turn % 4), 40 * (turn % 4) + 40)
+            replayer.play(TraceRequest(turn, 40 * 512, 1, tuple(ids)))
+        stats = store.stats()
+    assert replayer.wrong == 0
+    assert replayer.hit_blocks > 0.5 * 240 * 40
+    assert stats["dropped"] > 40
+
+
 def test_a_large_pool_keeps_less_than_a_64th_free() -> None:
     pool = Pool(256 * 128, "mq")
     requests = [block_keys(bytes(16), range(at, at + 64)) for at in range(0, 253 * 128, 64)]

@@ -73,6 +73,13 @@ def queue_by_definition(view: EvictionView, slot: int) -> tuple[int, int]:
     return queue, int(view.access[slot])
 
 
+def uses_by_definition(view: EvictionView, slot: int) -> tuple[int, int]:
+    """The uses of a slot, half as many for every two lifetimes, and the newest first."""
+    age = view.now - int(view.access[slot])
+    falls = age // (1 << min(31, view.lifetime_bits))
+    return int(view.uses[slot]) >> (falls // 2), -int(view.access[slot])
+
+
 @given(st.data())
 def test_agrees_with_the_definition(data: st.DataObject) -> None:
     group_slots = data.draw(st.sampled_from([1, 2, 4, 8]))
@@ -97,6 +104,10 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
     queues = [queue_by_definition(view, slot) for slot in range(size)]
     assert MQ.victims(view, n).tolist() == victims_by_definition(view, queues, n)
+    view = replace(view, by_uses=True)
+    uses_left = [uses_by_definition(view, slot) for slot in range(size)]
+    assert MQ.victims(view, n).tolist() == victims_by_definition(view, uses_left, n)
+    assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
 
 
 def large_view(seed: int, *, uses: Sequence[int], misleads: bool) -> EvictionView:
@@ -118,6 +129,9 @@ def test_a_sample_changes_no_choice(n: int, uses: tuple[int, ...], misleads: boo
     assert POLICY.victims(view, n).tolist() == victims_by_definition(view, view.access.tolist(), n)
     queues = [queue_by_definition(view, slot) for slot in range(view.access.size)]
     assert MQ.victims(view, n).tolist() == victims_by_definition(view, queues, n)
+    view = replace(view, by_uses=True)
+    left = [uses_by_definition(view, slot) for slot in range(view.access.size)]
+    assert MQ.victims(view, n).tolist() == victims_by_definition(view, left, n)
 
 
 class Counted(LeastRecentlyUsed):
@@ -182,3 +196,11 @@ def test_what_was_loaded_often_stays_as_many_lifetimes_longer() -> None:
     longer = replace(often, lifetime_bits=3)
     longer = replace(longer, access=np.array([9, 9, 16, 16, 8, 8, 8, 8], np.uint32))
     assert MQ.victims(longer, 3).tolist() == [0, 1, 2, 3], "one fall: still a queue above"
+
+
+def test_by_uses_the_newest_of_those_with_the_fewest_goes_first() -> None:
+    view = make_view(4, [9, 9, 15, 15, 12, 12, 12, 12], [0, 1, 0, 1, 0, 1, 2, 3])
+    rare = replace(view, uses=np.array([2, 2, 2, 2, 3, 3, 3, 3], np.uint8), by_uses=True)
+    assert MQ.victims(rare, 8).tolist() == [2, 3, 0, 1, 4, 5, 6, 7]
+    long_ago = replace(rare, now=20)
+    assert MQ.victims(long_ago, 1).tolist() == [4, 5, 6, 7], "two lifetimes: half of the uses"

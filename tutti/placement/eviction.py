@@ -43,7 +43,7 @@ class EvictionView:
     `group_slots`: slots of a group; the number of slots is a multiple of it. `uses`: u8, stores and
     loads of the object. `now`: the latest look-up, no `access` is later. `lifetime_bits`: seven
     eighths of the gaps between uses are shorter than 2 to the power of this, in look-ups
-    (tutti/placement/reuse.py).
+    (tutti/placement/reuse.py). `by_uses`: `mq` evicts the objects with the fewest uses.
     """
 
     resident: Mask
@@ -54,6 +54,7 @@ class EvictionView:
     uses: npt.NDArray[np.uint8]
     now: int
     lifetime_bits: int
+    by_uses: bool = False
 
 
 class EvictionPolicy(Protocol):
@@ -135,15 +136,24 @@ class MultiQueue(LeastRecentlyUsed):
     falls keeps the time of its last look-up, so a pool that keeps objects for eight lifetimes
     evicts as LeastRecentlyUsed.
 
+    In a pool that is much smaller than what is in use, that evicts objects before they are used
+    again, often used or not. There the objects with the fewest uses go first (`by_uses`), which two
+    lifetimes without a use halve; of equal ones the newest, so that the others stay until used. A
+    put replaces none that has as many uses as its pages (tutti/transfers/reclaim.py).
+
     A run is as there, and in one queue.
     """
 
     def rank(self, view: EvictionView, slots: Slots) -> npt.NDArray[np.unsignedinteger[Any]]:
         """The queue, and below it the last look-up."""
-        bits = np.uint32(min(view.lifetime_bits, 31))
-        access, queue = view.access[slots], _QUEUES[view.uses[slots]]
-        queue -= np.minimum(queue, (np.uint32(view.now) - access) >> bits)
-        return queue.astype(np.uint64) << np.uint64(32) | access
+        access, uses = view.access[slots], view.uses[slots]
+        falls = (np.uint32(view.now) - access) >> np.uint32(min(view.lifetime_bits, 31))
+        first = _QUEUES[uses]
+        if view.by_uses:
+            first, access = (uses >> np.minimum(falls // 2, 8)) + np.uint32(1), ~access
+        else:
+            first -= np.minimum(first, falls)
+        return first.astype(np.uint64) << np.uint64(32) | access
 
 
 #: The queue of an object, by its number of uses.

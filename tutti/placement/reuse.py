@@ -6,6 +6,9 @@ continues with these uses, and counts as evicted too early. The number of operat
 uses of an object is its gap; seven eighths of the gaps are shorter than `lifetime`. The policies
 of tutti/placement/eviction.py read both.
 
+`choose` compares the hits of the pool with those it would have had if it kept the objects with the
+most uses, or those that were used last, of all that are known.
+
 No clock is read. A ghost is identified by a part of its key's hash, which confuses two keys once in
 2^30 puts. So ranks with the same operations agree, whatever their keys are.
 """
@@ -27,16 +30,19 @@ class ReuseHistory:
     """Uses and evictions of one pool.  Not thread-safe: the store holds a lock around it.
 
     `used`: u32, the operation in which a slot was filled or last loaded, 0 if unknown.  `uses`: u8,
-    number of these operations, at most 255.
+    number of these operations, at most 255; 0 after an eviction.  `by_uses`: whether objects with
+    few uses should be evicted first; never if not `chooses`.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, chooses: bool = False) -> None:
+        self.by_uses, self._chooses = False, chooses
         self.used = np.zeros(slots, np.uint32)
         self.uses = np.zeros(slots, np.uint8)
         self._ghosts = np.zeros(slots, _GHOST)
         self._ghost_uses = np.zeros(slots, np.uint8)
         self._heads = np.full(max(1, slots // 4), _NO_GHOST, np.uint32)
         self._gaps = np.zeros(GAPS, np.uint32)  # by number of bits
+        self._known = np.zeros(256, np.uint32)  # objects and ghosts, by number of uses
         self.native = NativeReuse(
             used=address(self.used),
             uses=address(self.uses),
@@ -44,6 +50,7 @@ class ReuseHistory:
             ghost_uses=address(self._ghost_uses),
             heads=address(self._heads),
             gaps=address(self._gaps),
+            known=address(self._known),
             slots=slots,
             buckets=self._heads.size,
         )
@@ -67,6 +74,21 @@ class ReuseHistory:
         """Resets all after recovery: neither times nor numbers of uses are on the medium."""
         self.used[:] = 0
         self.uses[:] = 1
+        self._known[1] = self.uses.size
+
+    def choose(self) -> None:
+        """Changes `by_uses` if the pool would have had more hits otherwise, by as many as a quarter
+        of its slots: fewer may be chance.
+        """
+        hits, *others = self.native.hits  # by uses, by recency
+        if self._chooses and others[self.by_uses] > hits + self.uses.size / 4:
+            self.by_uses = not self.by_uses
+            self.native.hits[:] = [0, 0, 0]
+
+    def missed(self, keys: Keys, now: int) -> int:
+        """Counts a use of keys that may not be stored; returns the uses of the most used one."""
+        keys = np.ascontiguousarray(keys)
+        return int(quick().tutti_reuse_missed(self._handle, address(keys), len(keys), now))
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
         """Counts objects that were stored in slots; those with ghosts were evicted too early."""

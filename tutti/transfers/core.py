@@ -105,7 +105,7 @@ class Core(InFlight):
         self._reserve = reserve_slots(self.index.slots)
         self.expected = 0  # pages that a put may bring soon
         self._expected_most = expected_slots(self.index.slots, self.index.slots)
-        self.history = ReuseHistory(self.index.slots)
+        self.history = ReuseHistory(self.index.slots, chooses=config.eviction == "mq")
         self.lookup_pins = LookupPins(
             self.index.kept,
             lookups=config.pin_lookups,
@@ -172,6 +172,7 @@ class Core(InFlight):
             self.history.uses,
             index.uses,
             self.history.lifetime_bits,
+            self.history.by_uses,
         )
         victims = np.ascontiguousarray(policy.victims(view, n), np.int64)
         if victims.size:

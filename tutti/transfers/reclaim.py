@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.base.arrays import Mask, Slots
+from tutti.base.arrays import Keys, Mask, Slots
 from tutti.errors import DeviceTimeout, PoolClosed, TuttiError
 from tutti.gio_uring.job import Job
 from tutti.medium.slot_record import COUNTER_MAX, RecordContent, RecordState
@@ -54,14 +54,14 @@ class Reclaimer:
         """Whether slots are on their way to being free."""
         return self._active > 0 or bool(self._queue) or self.returning > 0
 
-    def make_room(self, n: int, timeout_s: float, kept: Slots) -> None:
-        """Evicts until ``n`` slots are free, or as many as can be evicted in time.
+    def make_room(self, keys: Keys, timeout_s: float, kept: Slots) -> None:
+        """Evicts until a slot is free for each key, or as many as can be evicted in time.
 
         kept: slots that are not evicted.
         Waits, with the lock released, while slots are on their way to being free.
         """
-        core = self._core
-        self.top_up(n, kept)
+        core, n = self._core, len(keys)
+        self.top_up(n, kept, keys)
         if core.allocator.free_slots < n:
             core.counters.space_waits += self.busy
             core.changed.wait_for(
@@ -81,21 +81,29 @@ class Reclaimer:
             except BaseException as error:  # of the user's policy; the next put raises it
                 core.guard.caught("the eviction ahead of a put", error)
 
-    def top_up(self, extra: int, kept: Slots = NO_SLOTS) -> None:
+    def top_up(self, extra: int, kept: Slots = NO_SLOTS, keys: Keys | None = None) -> None:
         """Evicts when fewer slots than the reserve and ``extra`` are free or on their way to that.
 
-        Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.
+        Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.  If objects
+        with few uses go first, a put evicts none with as many as its own, and there is no reserve.
         """
-        core, paused = self._core, self.faults.paused
+        core, paused, history = self._core, self.faults.paused, self._core.history
+        history.choose()
+        if history.by_uses and keys is None:
+            return
+        reserve = 0 if history.by_uses else self.reserve_slots
         available = core.allocator.free_slots + self._voiding + self.returning
-        if available >= self.reserve_slots + extra:
+        if available >= reserve + extra:
             return
         state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins, *paused)
         if state == self._nothing_at and not kept.size:
             return
         among = np.ones(core.index.slots, np.bool_)
         among[kept] = False
-        if not self.evict(2 * self.reserve_slots + extra - available, among) and not kept.size:
+        if history.by_uses and keys is not None:
+            among &= history.uses < history.missed(keys, core.index.uses)
+        evicted = self.evict(2 * reserve + extra - available, among)
+        if not (evicted or kept.size or history.by_uses):
             self._nothing_at = state  # looking again would find the same
 
     def evict(self, n: int, among: Mask) -> int:

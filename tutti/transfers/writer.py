@@ -281,8 +281,8 @@ class Writer:
         block = _NO_BLOCK if late else self._table.reserve(core.config.timeout_s)
         try:
             with core.lock:
-                self._reclaimer.make_room(rows.size, core.config.timeout_s, together.slots)
                 asked = request.take(rows)
+                self._reclaimer.make_room(asked.keys, core.config.timeout_s, together.slots)
                 quick = None if late else self._start_quick(together, asked, rows, block)
                 if quick is not None:
                     together.add_batch()
