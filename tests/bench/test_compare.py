@@ -12,12 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tutti import native
 from tutti.base.terminal import progress
 from tutti.bench import freshness
+from tutti.bench.compare import cases
 from tutti.bench.compare import run as compare
 from tutti.bench.compare.index_cost import measure
 from tutti.bench.compare.paired import ComparedSystem, Round
@@ -35,6 +38,7 @@ from tutti.bench.freshness import (
 from tutti.bench.store_results import MANIFEST
 from tutti.bench.summary import NOT_MEASURED, STALE, STATE, pages_of, render
 from tutti.errors import ConfigError
+from tutti.gio_uring.memory import HostBuffer
 
 ROOT = Path(__file__).parents[2]
 RESULTS_PAGE, RESULTS = ROOT / "docs/results.md", ROOT / "bench/results"
@@ -117,6 +121,25 @@ def test_a_case_that_cannot_run_says_why(
 ) -> None:
     assert compare.main(["index", "--dir", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 3
     assert "tutti.bench.compare.run: " in capsys.readouterr().err
+
+
+def test_python_makes_one_call_for_all_slices_of_a_timed_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, slices = native.lib(), list[int]()
+
+    def digest(isa: int, where: int, sizes: int, count: int) -> int:
+        slices.append(count)
+        return int(real.tutti_xxh3_64_isa(isa, where, sizes, count))
+
+    library = SimpleNamespace(tutti_xxh3_64_isa=digest, tutti_isa_best=real.tutti_isa_best)
+    stand_in = SimpleNamespace(lib=lambda: library, address=native.address)
+    monkeypatch.setattr(cases, "native", stand_in)
+    monkeypatch.setattr(cases, "HostBuffer", lambda nbytes: HostBuffer(nbytes // 1024))
+    setup: Any = SimpleNamespace(compare=lambda a, b: {"a": a.round(), "b": b.round()})
+    measured = cases.digest(setup)["1 GiB"]
+    assert slices == [4], "1 MiB in slices of 256 KiB"
+    assert measured["a"].gb_per_s > 0 < measured["b"].gb_per_s
 
 
 def test_the_index_is_recovered(tmp_path: Path) -> None:
