@@ -79,6 +79,7 @@ def span(low: float, high: float) -> dict[str, float]:
         (span(1.4, 1.6), span(1.3, 1.5), span(1.6, 2.0), "not resolved whether"),
         (span(1.4, 1.6), span(1.3, 1.5), span(1.9, 2.0), "had to wait too"),
         (span(1.4, 1.6), span(1.3, 1.5), span(1.4, 1.6), "limit of this machine's second"),
+        (span(1.4, 1.5), span(1.2, 1.3), span(1.3, 1.4), "no limit is known"),
     ],
 )
 def test_what_keeps_two_drives_below_the_bar(
