@@ -25,7 +25,7 @@ from tutti.bench.peers.hicache import COLLAPSE_S, HiCachePeer
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, Peer, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
-from tutti.bench.peers.same_memory import STORE, WAYS, discard, ways_of
+from tutti.bench.peers.same_memory import HASHED, STORE, WAYS, Call, discard, ways_of
 from tutti.errors import ConfigError, TuttiError
 from tutti.gio_uring.memory import hugepage_nbytes
 from tutti.integration.sglang.host.host_pools import advise_hugepages
@@ -117,19 +117,19 @@ class PeerProcess:
         answer: dict[str, Any] = getattr(self, f"_{command}")(*batches)
         return answer
 
-    def _store(self, batch: int, *, write: Callable[[], None] | None = None) -> dict[str, Any]:
+    def _store(self, batch: int, *, write: Call | None = None) -> dict[str, Any]:
         self._peer.prepare_store(batch)
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        (write or partial(self._peer.store, batch))()
+        digest_cpu_s = (write or partial(self._peer.store, batch))()
         os.sync()
-        return self._measured(cpu_s, wall_s)
+        return self._measured(cpu_s, wall_s, digest_cpu_s)
 
-    def _load(self, batch: int, *, read: Callable[[], None] | None = None) -> dict[str, Any]:
+    def _load(self, batch: int, *, read: Call | None = None) -> dict[str, Any]:
         self._peer.prepare_load(batch)
         self._forget_cached()
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        (read or partial(self._peer.load, batch))()
-        measured = self._measured(cpu_s, wall_s)
+        digest_cpu_s = (read or partial(self._peer.load, batch))()
+        measured = self._measured(cpu_s, wall_s, digest_cpu_s)
         self._peer.check(batch)
         return measured
 
@@ -147,7 +147,9 @@ class PeerProcess:
         for turn in turns:
             answers.append(answer := dict[str, Any]())
             for name in Random(turn).sample([*ways], len(ways)):
-                if WAYS[name] == STORE:
+                if name == HASHED[STORE]:
+                    answer[name] = self._store(batch, write=ways[name])
+                elif WAYS[name] == STORE:
                     answer[name] = self._store(_OTHER_BATCH, write=ways[name])
                     discard(peer.kept(_OTHER_BATCH))
                 else:
@@ -163,12 +165,13 @@ class PeerProcess:
         _, nbytes = memory = self._peer.memory()
         return {"nbytes": nbytes, "hugepage_nbytes": hugepage_nbytes([memory])}
 
-    def _measured(self, cpu_s: float, wall_s: float) -> dict[str, Any]:
+    def _measured(self, cpu_s: float, wall_s: float, digest_cpu_s: float | None) -> dict[str, Any]:
         return {
             "wall_s": time.perf_counter() - wall_s,
             "cpu_s": time.process_time() - cpu_s,
             "nbytes": self._plan.batch_nbytes,
             "extra_memory_nbytes": max(0, _memory("VmHWM") - self._base_nbytes),
+            "digest_cpu_s": digest_cpu_s,
         }
 
     def _forget_cached(self) -> None:

@@ -103,12 +103,13 @@ class PeerClient:
 
 @dataclass(frozen=True)
 class Sample:
-    """One batch, in one direction."""
+    """One batch, in one direction.  digest_cpu_s: see same_memory.HASHED."""
 
     wall_s: float
     cpu_s: float
     nbytes: int
     extra_memory_nbytes: int
+    digest_cpu_s: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -383,6 +384,8 @@ def _phase(found: list[Sample], base: list[Sample], rounds: int) -> dict[str, An
         "gb_per_s": speeds,
         "cpu_s_per_gb": cpus,
     }
+    if digests := [s.digest_cpu_s / (s.nbytes / 1e9) for s in found if s.digest_cpu_s is not None]:
+        facts["digest_cpu_s_per_gb"] = digests
     if base:
         against = [s.nbytes / s.wall_s / 1e9 for s in base]
         cpu_base = [s.cpu_s / (s.nbytes / 1e9) for s in base]
@@ -461,9 +464,11 @@ def notes_of(cell: dict[str, Any]) -> list[str]:
     ways = cell.get("same_memory")
     if not ways:
         return []
-    over = [
-        facts["load"]["base_over_this_speed"]["median"]
-        for name, facts in cell["peers"].items()
-        if name not in FIO and not name.startswith(_BASE)
-    ]
-    return same_memory.notes_of(ways, min(over, default=None))
+    others = {name: of for name, of in cell["peers"].items() if not name.startswith(_BASE)}
+    fio = {name: others.pop(name) for name in FIO if name in others}
+    over = [of["load"]["base_over_this_speed"]["median"] for of in others.values()]
+    notes = same_memory.notes_of(ways, min(over, default=None))
+    for base, phase in ((same_memory.LOAD, "load"), (same_memory.STORE, "store")):
+        peers = [{name: of[phase] for name, of in part.items()} for part in (others, fio)]
+        notes += same_memory.cpu_notes_of(base, ways, *peers)
+    return notes

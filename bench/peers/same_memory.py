@@ -13,16 +13,19 @@ from dataclasses import replace
 from fcntl import F_SETFL, fcntl
 from functools import partial
 from os import O_DIRECT, preadv, pwritev, sync
+from time import thread_time_ns
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from tutti.base.arrays import Keys
-from tutti.bench.statistics import bootstrap_median, interval_text, ratios
+from tutti.base.units import MiB
+from tutti.bench.statistics import Interval, bootstrap_median, interval_text, ratios
 from tutti.errors import MediumError
 from tutti.gio_uring.engine import DIGEST_NONE, PRIORITY_LOAD
 from tutti.gio_uring.nvme_spec import OPCODE_READ
 from tutti.memory.host_memory import HostMemory
+from tutti.native import address, lib
 from tutti.placement.index import MISSING
 from tutti.store import ObjectStore
 
@@ -30,17 +33,22 @@ LOAD, STORE = "loads", "stores"
 UNVERIFIED = {LOAD: "unverified loads", STORE: "unverified stores"}
 RAW = ("raw reads, four threads", "raw reads, engine alone")
 FILES = "raw reads, a file per page"
+#: Digests by one thread, of at most 1 MiB at a time: of what it just read, and of what lies there.
+HASHED = {LOAD: "raw reads and digests, one thread", STORE: "digests alone, one thread"}
 #: Each way, and the one that it is compared with.
-WAYS = dict.fromkeys((LOAD, UNVERIFIED[LOAD], *RAW, FILES), LOAD) | dict.fromkeys(
-    (STORE, UNVERIFIED[STORE]), STORE
-)
+WAYS = dict.fromkeys((LOAD, UNVERIFIED[LOAD], *RAW, FILES, HASHED[LOAD]), LOAD)
+WAYS |= dict.fromkeys((STORE, UNVERIFIED[STORE], HASHED[STORE]), STORE)
 LOAD_BAR = 1.05  # times the best peer's loads
 _VERIFY_BAR = 0.97  # verified loads and stores, of unverified ones
 _RAW_BAR = 0.97  # of raw reads: what the engine may lose for them to be a bound
+_CPU_BAR = 0.03  # CPU-s/GB more than the backend that takes least
 _THREADS = 4
 _WAIT_S = 120.0
 
-Call = Callable[[], None]
+#: HASHED return CPU seconds of digests.
+Call = Callable[[], float | None]
+#: Results by system or way.
+_Found = dict[str, dict[str, Any]]
 #: Arguments of preadv(2) and pwritev(2).
 _Piece = tuple[int, list[Any], int]
 
@@ -84,6 +92,7 @@ def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict
 
     pieces = _pieces(kept, extents)
     written = _written(pieces, memory.layout.layers, files)
+    cut = _cut(pieces)
     return {
         LOAD: load,
         UNVERIFIED[LOAD]: unverified(kept.store)(load),
@@ -91,8 +100,10 @@ def ways_of(kept: Kept, load: Call, store: Call, files: list[IO[bytes]]) -> dict
         RAW[1]: by_engine,
         # NIXL, too, gives the kernel all requests of a batch at once.
         FILES: partial(_each, len(written), written, preadv),
+        HASHED[LOAD]: partial(_hashed, cut, preadv),
         STORE: store,
         UNVERIFIED[STORE]: unverified(kept.store)(store),
+        HASHED[STORE]: partial(_hashed, cut, lambda _, views, __: views[0].nbytes),
     }
 
 
@@ -108,12 +119,13 @@ def discard(kept: Kept) -> None:
 
 
 def _each(threads: int, pieces: list[_Piece], call: Callable[..., int]) -> None:
-    def transfer(piece: _Piece) -> None:
-        if call(*piece) != sum(view.nbytes for view in piece[1]):
-            raise MediumError("a raw transfer ended before its last byte; is the disk full?")
-
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(transfer, pieces))
+        list(pool.map(partial(_transfer, call), pieces))
+
+
+def _transfer(call: Callable[..., int], piece: _Piece) -> None:
+    if call(*piece) != sum(view.nbytes for view in piece[1]):
+        raise MediumError("a raw transfer ended before its last byte; is the disk full?")
 
 
 def _pieces(kept: Kept, extents: Any) -> list[_Piece]:
@@ -129,6 +141,37 @@ def _pieces(kept: Kept, extents: Any) -> list[_Piece]:
             offset = int(block) * store.engine.lba_nbytes
             pieces.append((controller.members[int(nsid) - 1].fd, views, offset))
     return pieces
+
+
+def _cut(pieces: list[_Piece]) -> list[_Piece]:
+    """The same bytes in pieces of one buffer, of at most 1 MiB."""
+    cut: list[_Piece] = []
+    for file, views, offset in pieces:
+        for view in views:
+            cut += [(file, [view[i : i + MiB]], offset + i) for i in range(0, view.nbytes, MiB)]
+            offset += view.nbytes
+    return cut
+
+
+def _hashed(pieces: list[_Piece], call: Callable[..., int]) -> float:
+    """Transfers and digests piece after piece; returns the CPU seconds of digests.
+
+    A call that hashes nothing is timed just before each digest, and is subtracted from it.
+    """
+    digest = partial(lib().tutti_xxh3_64_isa, lib().tutti_isa_best())
+    spent_ns = 0
+    for piece in pieces:
+        (view,) = piece[1]
+        given = np.array([address(view), view.nbytes], np.uint64)
+        where, nbytes = address(given), address(given) + given.itemsize
+        _transfer(call, piece)
+        digest(where, nbytes, 0)  # the first call is slower
+        at_ns = thread_time_ns()
+        digest(where, nbytes, 0)
+        empty_ns = thread_time_ns()
+        digest(where, nbytes, 1)
+        spent_ns += thread_time_ns() - empty_ns - (empty_ns - at_ns)
+    return spent_ns / 1e9
 
 
 def _written(pieces: list[_Piece], layers: int, files: list[IO[bytes]]) -> list[_Piece]:
@@ -179,3 +222,35 @@ def notes_of(ways: dict[str, Any], best: float | None) -> list[str]:
                 f" same memory (bar {_VERIFY_BAR}: {reached}), and cost {digests} CPU-s/GB more"
             )
     return notes
+
+
+def cpu_notes_of(base: str, ways: _Found, backends: _Found, fio: _Found) -> list[str]:
+    """Whether digests put the goal for CPU time out of reach.  base: LOAD or STORE.
+
+    backends, fio: peers in that direction, without Tutti's.  Older results lack HASHED.
+    """
+    if HASHED[base] not in ways or not backends:
+        return []
+    bare = {name: of for name, of in ways.items() if WAYS[name] == base}
+    own = bootstrap_median(bare.pop(base)["cpu_s_per_gb"])
+    digest = bootstrap_median(bare.pop(HASHED[base])["digest_cpu_s_per_gb"])
+    (cheapest, transfer), (best, bar) = _least(bare | fio | backends), _least(backends)
+    low, high = digest.low + transfer.low, digest.high + transfer.high
+    said = "NOT RESOLVED whether the sum of both exceeds it"
+    if low > bar.high + _CPU_BAR and own.low >= low:
+        said = "the sum of both exceeds it, so it is out of reach of XXH3-64 and transfers that"
+        said += " cost as much; other digests and cheaper transfers were not measured"
+    elif min(high, own.high) < bar.low + _CPU_BAR or own.high < low:
+        said = f"this shows no limit (the sum of both is {low:.3f} to {high:.3f})"
+    parts = [interval_text(of.to_dict()) for of in (own, digest, transfer, bar)]
+    return [
+        f"CPU-s/GB of verified {base}: {parts[0]}; digests by one thread in the same memory,"
+        f" {parts[1]}; the cheapest transfers without them ({cheapest}) {parts[2]};"
+        f" bar {_CPU_BAR} above {best}'s {parts[3]}: {said}"
+    ]
+
+
+def _least(found: _Found) -> tuple[str, Interval]:
+    """Name and CPU-s/GB of what takes least."""
+    cpus = {name: bootstrap_median(of["cpu_s_per_gb"]) for name, of in found.items()}
+    return min(cpus.items(), key=lambda one: one[1].median)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from waiting import wait_until
 
 from tutti.base.terminal import progress
-from tutti.base.units import KiB, MiB
+from tutti.base.units import MiB
 from tutti.bench.fio import FioJob, FioResult, FioUnavailable
-from tutti.bench.peers import fio_peers, same_memory
+from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers import run as peers
@@ -34,7 +29,7 @@ from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
 from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
-from tutti.bench.peers.same_memory import FILES, LOAD, RAW, STORE, UNVERIFIED, WAYS, ways_of
+from tutti.bench.peers.same_memory import LOAD, RAW, STORE, UNVERIFIED, WAYS
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
 from tutti.gio_uring.probe import probe_memory
@@ -74,129 +69,6 @@ def test_a_peer_loads_what_it_stored_and_says_what_it_cost(tmp_path: Path, kind:
         assert pages["nbytes"] >= plan.batch_nbytes and pages["hugepage_nbytes"] == 0
         with pytest.raises(ConfigError, match="is not a command"):
             process.answer("erase", [0])
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[list[IO[bytes]]]:
-    """A file for each page of a batch."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(TemporaryFile(dir=tmp_path, buffering=0))
-            for _ in range(BATCH_PAGES)
-        ]
-
-
-@pytest.mark.parametrize("way", [*RAW, FILES])
-def test_raw_reads_bring_the_bytes_of_a_load(
-    tmp_path: Path, way: str, files: list[IO[bytes]]
-) -> None:
-    peer = StorePeer(replace(plan_in(tmp_path), others=(str(tmp_path / "other"),)))
-    (tmp_path / "other").mkdir()
-    peer.open()
-    with closing(peer):
-        for batch in range(BATCHES):
-            peer.store(batch)
-        ways = ways_of(peer.kept(0), lambda: None, lambda: None, files)
-        peer.prepare_load(0)
-        ways[LOAD]()
-        with pytest.raises(ChecksumMismatch):
-            peer.check(0)
-        ways[way]()
-        peer.check(0)
-
-
-def test_a_file_per_page_is_read_with_all_requests_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[IO[bytes]]
-) -> None:
-    under_way = threading.Barrier(BATCH_PAGES)
-    read: list[int] = []
-
-    def preadv(file: int, views: list[Any], offset: int) -> int:
-        under_way.wait(30)
-        read.append(file)
-        return os.preadv(file, views, offset)
-
-    monkeypatch.setattr(same_memory, "preadv", preadv)
-    peer = StorePeer(plan_in(tmp_path))
-    peer.open()
-    with closing(peer):
-        peer.store(0)
-        ways_of(peer.kept(0), lambda: None, lambda: None, files)[FILES]()
-        assert set(read) == {file.fileno() for file in files} and len(read) == BATCH_PAGES
-        assert all(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT for file in files)
-        assert {os.fstat(file).st_size for file in read} == {TOKENS * 128 * KiB}
-
-
-def test_every_way_to_use_the_same_memory_is_timed_in_random_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[IO[bytes]]
-) -> None:
-    peer = StorePeer(plan_in(tmp_path))
-    process = PeerProcess(peer, plan_in(tmp_path))
-    with closing(peer):
-        for batch in range(BATCHES):
-            process.answer("store", [batch])
-        store, stored = peer.store, list[int]()
-        monkeypatch.setattr(peer, "store", lambda batch: (stored.append(batch), store(batch)))
-        turns = process.answer("ways", [0, *range(8)])["turns"]
-        assert len(stored) == 1 + 2 * 8, "the first store evicts, and is not timed"
-        assert len(turns) == 8 and all(set(answer) == set(WAYS) for answer in turns)
-        orders = [list(answer) for answer in turns]
-        assert orders[0] != orders[1] != orders[2] and len({order[0] for order in orders}) > 2
-        samples = [sample for answer in turns for sample in answer.values()]
-        assert all(sample["nbytes"] == BATCH_PAGES * 128 * KiB for sample in samples)
-        assert process.answer("exists", [0, 1])["pages"] == BATCHES * BATCH_PAGES
-        assert len(peer.kept(0).store) == BATCHES * BATCH_PAGES, "what was stored here is discarded"
-        assert [path.name for path in tmp_path.iterdir()] == ["store.tutti"], "files have no name"
-        core = peer.kept(0).store._core
-        policies: list[str] = []
-        used = (lambda: policies.append(core.config.verify), partial(peer.store, 7))
-        ways = ways_of(peer.kept(0), *used, files)
-        for way in (LOAD, UNVERIFIED[LOAD], LOAD):
-            ways[way]()
-        assert policies == ["always", "off", "always"]
-        for way in (STORE, UNVERIFIED[STORE], STORE):
-            ways[way]()
-            has_digests = core.index.has_digests(core.index.find(peer.kept(7).keys))
-            assert has_digests.all() if way == STORE else not has_digests.any()
-            same_memory.discard(peer.kept(7))
-        with pytest.raises(MediumError, match="a page was not stored"):
-            same_memory.discard(peer.kept(7))
-        monkeypatch.setattr(same_memory, "preadv", lambda *_: 0)
-        with pytest.raises(MediumError, match="ended before its last byte"):
-            ways_of(peer.kept(0), *used, files)[RAW[0]]()
-    with pytest.raises(Unsupported, match="FilesPeer has no store"):
-        FilesPeer(plan_in(tmp_path)).kept(0)
-
-
-def test_what_ways_to_use_the_same_memory_show_is_said() -> None:
-    def over(median: float) -> dict[str, Any]:
-        interval = {"median": median, "low": median, "high": median}
-        return {"base_over_this_speed": interval, "base_minus_this_cpu_s_per_gb": interval}
-
-    ways = {LOAD: {}, UNVERIFIED[LOAD]: over(0.97), RAW[0]: over(1.1), RAW[1]: over(0.98)}
-    loads, verified = same_memory.notes_of(ways, 0.98)
-    assert loads.startswith("loads have 0.98 [0.98, 0.98] of the speed of the faster raw reads")
-    assert "none is 1.05 times as fast as a backend that reads as fast as these" in loads
-    assert "beside the best other backend they have 0.98, the bar is 1.05" in loads
-    unsure = {"base_over_this_speed": {"median": 0.98, "low": 0.9, "high": 1.01}}
-    loads, _ = same_memory.notes_of(ways | {RAW[1]: unsure}, 0.98)
-    assert "none is" not in loads and "lost in" not in loads
-    assert loads.endswith("the engine alone has 1.12 of the four threads")
-    assert "bar 0.97: reached" in verified
-    ways |= {UNVERIFIED[LOAD]: over(0.96), RAW[0]: over(0.96)}
-    loads, verified = same_memory.notes_of(ways, None)
-    assert "lost in Tutti's digests, look-up and queue" in loads
-    assert "lost in Tutti's engine" in same_memory.notes_of(ways | {RAW[0]: over(0.9)}, None)[0]
-    assert "bar 0.97: **not reached**" in verified
-    ways |= {UNVERIFIED[STORE]: over(0.98), FILES: over(1.0) | {"gb_per_s": [1.0, 1.0, 2.0]}}
-    ways[RAW[0]]["gb_per_s"] = [1.04, 1.03, 2.04]
-    _, files, _, stores = same_memory.notes_of(ways, None)
-    assert files.startswith("the faster raw reads have 1.03 [1.02, 1.04] of the speed of raw reads")
-    assert "no loads from Tutti's file are 1.05 times as fast" in files
-    assert stores.startswith("verified stores have 0.98 [0.98, 0.98] of unverified ones")
-    assert "bar 0.97: reached" in stores
-    ways[RAW[0]]["gb_per_s"] = [1.04, 1.03, 2.2]
-    assert "no loads" not in same_memory.notes_of(ways, None)[1]
 
 
 @pytest.mark.parametrize("how", ["collapse", "thp"])
@@ -246,14 +118,14 @@ def test_fio_is_one_more_reader_and_raw_reads_are_the_bound(
         assert len(facts["gb_per_s"]) == 12, "two for each of three peers, in two launches"
         assert len(facts.get("base_over_this_speed_of_launches", "12")) == 2
         assert ("base_over_this_speed" in facts) is (name not in (LOAD, STORE))
-        phase = "store" if name in (STORE, UNVERIFIED[STORE]) else "load"
+        phase = "store" if WAYS[name] == STORE else "load"
         assert [f"same memory: {name}", phase] in [row[:2] for row in peers.rows_of(cell)]
     after = [later[:2] for (_, command, _), later in pairwise(asked) if command == "ways"]
     assert after == [("store", "store")] * 6, "the slots that they left free are taken"
     notes = peers.notes_of(cell)
-    assert len(notes) == 4 and all(note in peers.report(result) for note in notes)
-    for name in (STORE, UNVERIFIED[STORE], FILES):
-        del cell["same_memory"][name]
+    assert len(notes) == 6 and all(note in peers.report(result) for note in notes)
+    older = (LOAD, UNVERIFIED[LOAD], *RAW)
+    cell["same_memory"] = {name: cell["same_memory"][name] for name in older}
     assert len(peers.notes_of(cell)) == 2 and peers.report(result), "of an older result"
     pages = {(row[0], row[1]): row[-1] for row in peers.rows_of(cell)}
     assert pages["fio-hugepages", "load"] == "hugetlbfs"
