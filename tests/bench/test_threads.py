@@ -33,11 +33,12 @@ def test_verified_loads_are_shown_beside_their_bound(
     assert 0 <= worker["digests_offloaded"] <= worker["verified_commands"] == 3 * 2 * 4 * 16 * 16
     assert f"{worker['digests_offloaded']} of 6144 commands" in offloaded
     assert [(row["work"], row["nbytes"]) for row in bound["pinned"]] == [
-        ("copies", 256 * MiB),
-        ("digests alone", 256 * MiB),
+        ("copies", 128 * MiB),
+        ("digests alone", 128 * MiB),
         ("in caches", 256 * KiB),
-        ("in caches", 16 * KiB),
+        ("in caches", 8 * KiB),
     ]
+    assert all(row["one_nbytes"] == 2 * row["nbytes"] for row in bound["pinned"])
     assert all(row["one_gb_per_s"]["median"] > 0 for row in bound["pinned"])
     assert all(row["two_over_one_by_cpu_time"]["low"] > 0 for row in bound["pinned"])
     assert len(bound["stolen_cores"]) == 3
@@ -59,19 +60,22 @@ def test_calls_of_a_work_have_the_same_middle_in_time() -> None:
 
 def test_pinned_threads_do_as_much_as_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = threads._Pinned()
-    for _, target in pinned._buffers:
-        target.array[:] = 0
-    parts = [pinned.share(threads._COPIES, 256 * MiB, who) for who in range(len(pinned._buffers))]
+    target = pinned._target
+    target.array[:] = 0
+    parts = [pinned.share(threads._COPIES, 256 * MiB, who, 2) for who in range(2)]
     assert pinned.shared_seconds("a", *parts) > 0 < pinned.cpu_s["a"][0]
-    assert all(target.array.min() == target.array.max() == 7 for _, target in pinned._buffers)
-    copy, hashed = partial(pinned.copy, 0, pinned.copied.put), list[int]()
+    assert target.array.min() == target.array.max() == 7, "of both halves"
+    copy, hashed = partial(pinned.copy, range(0, 256 * MiB, MiB), pinned.copied.put), list[int]()
     monkeypatch.setattr(threads, "_digest", lambda where, sizes: hashed.append(int(sizes.sum())))
     for slices in (0, 4):
         assert pinned.seconds("b", copy, partial(pinned.follow, slices)) > 0
         assert pinned.copied.empty()
     assert hashed == 256 * [0] + 256 * [MiB], "as often, of no bytes and of all"
-    where, sizes = pinned.digest(0, 16 * KiB, 16 * KiB).args  # type: ignore[attr-defined]
-    assert set(where) == {pinned._buffers[0][1].address} and sizes.sum() == 256 * MiB
+    for who in range(2):
+        where, sizes = pinned.share(threads._CACHED, 16 * KiB, who, 2).args  # type: ignore[attr-defined]
+        assert set(where) == {target.address + who * 8 * KiB} and sizes.sum() == 256 * MiB
+    where, sizes = pinned.share(threads._DIGESTS, 256 * MiB, 0, 1).args  # type: ignore[attr-defined]
+    assert len(set(where)) == 1024 and set(sizes) == {256 * KiB}
     pinned.close()
 
 
