@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.terminal import table
 from tutti.base.units import format_nbytes
 from tutti.bench.statistics import RESAMPLES, Interval, interval_text, median
 
@@ -223,10 +222,3 @@ def notes_of(result: dict[str, Any]) -> list[str]:
             if row["configuration"] == "dynamic"
         ),
     ]
-
-
-def report(result: dict[str, Any]) -> str:
-    lines = [table(HEAD, rows_of(result)), *notes_of(result)]
-    if result["wrong"]:
-        lines.append(f"WRONG BYTES in {result['wrong']} pages")
-    return "\n".join(lines)

@@ -174,8 +174,9 @@ def notes_of(result: dict[str, Any]) -> list[str]:
 
 def report(result: dict[str, Any]) -> str:
     if "rows" in result:
-        return moving.report(result)
-    lines = [table(HEAD, rows_of(result)), *notes_of(result)]
+        lines = [table(moving.HEAD, moving.rows_of(result)), *moving.notes_of(result)]
+    else:
+        lines = [table(HEAD, rows_of(result)), *notes_of(result)]
     if result["wrong"]:
         lines.append(f"WRONG BYTES in {result['wrong']} pages")
     return "\n".join(lines)
