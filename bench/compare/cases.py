@@ -38,6 +38,7 @@ from tutti.bench.pool_workload import Limit, PoolWorkload
 from tutti.bench.shape import KvPageShape, parse_shape
 from tutti.bench.statistics import interval_text
 from tutti.errors import Unsupported
+from tutti.gio_uring.controller_file import RequestLimits
 from tutti.gio_uring.memory import HostBuffer
 
 PHASES = ("store", "retrieve")
@@ -188,12 +189,13 @@ def _file_cells(
 ) -> Cells:
     """A cell per phase, of a pool on hugepages, which is made again after half of the pairs.
 
-    hugepages: the files and fio use them, too.  In a phase every system uses as much memory as the
-    batches in flight have.
+    hugepages: the files and fio use them, too; then fio's blocks are as long as Tutti's longest
+    requests.  In a phase every system uses as much memory as the batches in flight have.
     """
     cells: Cells = {}
     path = str(setup.directory / "fio.data")
-    jobs = {p: _same_memory(path, p, plan, setup.size_nbytes) for p in wanted}
+    block_nbytes = RequestLimits().nbytes_max if hugepages else plan.shape.slice_nbytes
+    jobs = {p: _same_memory(path, p, plan, setup.size_nbytes, block_nbytes) for p in wanted}
     nbytes = _STORE_NBYTES + plan.engine_nbytes + _inflight_nbytes(plan)
     needed = held_hugepages(
         list(jobs.values()), allow_sysctl=setup.allow_sysctl, others_nbytes=nbytes
@@ -230,9 +232,8 @@ def _inflight_nbytes(plan: PoolPlan) -> int:
     return plan.inflight * plan.batch_pages * plan.shape.object_nbytes
 
 
-def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int) -> FioJob:
+def _same_memory(path: str, phase: str, plan: PoolPlan, nbytes: int, block_nbytes: int) -> FioJob:
     """fio with as many bytes of buffers as the batches in flight have."""
-    block_nbytes = plan.shape.slice_nbytes
     depth = _inflight_nbytes(plan) // block_nbytes
     return FioJob(path, _DIRECTION[phase], block_nbytes, nbytes, nbytes, iodepth=depth)
 
