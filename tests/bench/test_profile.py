@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_controller import MemoryController
 
 from tutti.base.terminal import Progress
 from tutti.base.units import KiB, MiB
 from tutti.bench.profile import run as profile
-from tutti.errors import ConfigError
+from tutti.errors import CapacityError, ConfigError
 from tutti.machine import machine_facts
 from tutti.profiles import medium_timing as profile_medium
 from tutti.profiles.medium_timing import Medium
@@ -20,6 +21,7 @@ from tutti.scheduler.profile import load_profile
 from tutti.scheduler.roofline import DENSE_MODELS
 
 GRID = ("--sizes", "256KiB", "1MiB", "--slices", "64KiB", "256KiB")
+DRIVE = "nvme:0000:03:00.0"
 POINTS = 12  # three directions, two sizes, two slices
 
 
@@ -85,6 +87,31 @@ def test_an_interrupted_start_leaves_no_file(
     with pytest.raises(KeyboardInterrupt):
         run(options(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> MemoryController:
+    """Memory that stands in for the drive DRIVE, which is blank."""
+    controller = MemoryController([32 * MiB])
+    monkeypatch.setattr(profile_medium, "open_controller", lambda *_, **__: controller)
+    monkeypatch.setattr(profile_medium, "label", lambda *_, **__: None)
+    monkeypatch.setattr(profile_medium, "make_blank", lambda _: None)
+    return controller
+
+
+def test_a_drive_is_written_before_it_is_read(drive: MemoryController) -> None:
+    with Medium([DRIVE], 8 * MiB, 2 * MiB) as medium:
+        written = drive.medium(1).reshape(-1, 4096).any(axis=1)
+        assert written[: 8 * MiB // 4096].all()
+        assert not written[8 * MiB // 4096 :].any()
+        assert medium.time_us("read", 2 * MiB, 64 * KiB)[0] > 0
+    assert drive.is_closed
+
+
+def test_a_start_that_fails_closes_the_drive(drive: MemoryController) -> None:
+    with pytest.raises(CapacityError, match="no room"):
+        Medium([DRIVE], 64 * MiB, 32 * MiB)
+    assert drive.is_closed
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "points": {"a": 1}}'])

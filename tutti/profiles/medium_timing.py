@@ -1,23 +1,25 @@
-"""Times one read, one write or both on a file; `at_open.py` decides when, and makes the profile."""
+"""Times one read, one write or both on files or devices; `at_open.py` decides when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tutti.base.units import MiB, format_nbytes
-from tutti.errors import ConfigError, DeviceTimeout
+from tutti.errors import CapacityError, ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
-from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE, Engine
+from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.iocb import Extents, flat_memory
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.memory import HostBuffer
 from tutti.gio_uring.nvme_spec import OPCODE_READ, OPCODE_WRITE
 from tutti.gio_uring.status import status_error
+from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
 from tutti.pool.pool_format import label, make_blank, member_names
@@ -25,12 +27,12 @@ from tutti.pool.pool_format import label, make_blank, member_names
 _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool's group does
 
 
-class Medium:
+class Medium(ExitStack):
     """Members made for measuring, written once and removed at the end; a context manager.
 
     paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes:
     total size, at least twice the largest transfer.  Reads and writes have the priorities of loads
-    and puts of a store.  wrote: called with (bytes written, bytes in all) while a file is written.
+    and puts of a store.  wrote: called with (bytes written, bytes in all) before the first read.
     timeout_s: of one transfer.  Raises the errors of making and opening the members.
     """
 
@@ -43,8 +45,9 @@ class Medium:
         *,
         executor: str = "auto",
         timeout_s: float = 120.0,
-        wrote: Callable[[int, int], None] | None = None,
+        wrote: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
+        super().__init__()
         if nbytes < 2 * largest_nbytes:
             raise ConfigError(
                 f"a file of {format_nbytes(nbytes)} is too small: transfers of"
@@ -57,41 +60,60 @@ class Medium:
         if len(self._files) < len(self._paths):
             label(self._paths, force=list(force))  # refuses what is not blank
         try:
+            self.callback(self._remove)
             for path in self._files:
                 groups = -(-nbytes // _GROUP_NBYTES // len(self._paths))
                 allocate_file(path, groups * _GROUP_NBYTES, True, wrote)
-            self._open(nbytes, largest_nbytes, executor)
+            io = self._open(executor, nbytes, largest_nbytes)
+            if not self._files:
+                self.callback(self._deallocate)
+                self._write_once(io, wrote)
         except BaseException:  # Ctrl-C as well
-            self._remove()
+            self.close()
             raise
 
-    def _open(self, nbytes: int, largest_nbytes: int, executor: str) -> None:
-        self._controller = open_controller(self._paths, executor=executor)
-        self._lba_nbytes = self._controller.info.lba_nbytes
-        own_nbytes = min(self._controller.info.namespace_nlb) * self._lba_nbytes
-        nbytes = min(nbytes, own_nbytes * len(self._paths))
-        self._groups = nbytes // _GROUP_NBYTES
-        self._engine = Engine(self._controller)
+    def _open(self, executor: str, nbytes: int, largest_nbytes: int) -> BlockIo:
+        """Opens the members.  Raises CapacityError if they have no room for a measurement."""
+        controller = open_controller(self._paths, executor=executor)
+        self.callback(controller.close)
         self._buffers = [HostBuffer(largest_nbytes) for _ in range(2)]
         noise = self._rng.integers(0, 256, MiB, np.uint8)
         for buffer in self._buffers:
             buffer.array[:] = np.resize(noise, buffer.array.size)
-        self._regions = self._controller.register_all(self._buffers)
-        self.facts: dict[str, Any] = {
-            "members": len(self._paths),
-            "memory": str(self._buffers[0].backing),
-        }
-        if isinstance(self._controller, FileController):
-            self.facts["executor"] = self._controller.executor_name
-            self.facts["direct_io"] = self._controller.direct
+        for region in controller.register_all(self._buffers):
+            self.callback(region.close)
+        self._engine, io = self.enter_context(opened_io(controller))
+        self._lba_nbytes, members = controller.info.lba_nbytes, len(self._paths)
+        own_nbytes = min(controller.info.namespace_nlb[:members]) * self._lba_nbytes
+        groups = own_nbytes // _GROUP_NBYTES * members
+        if groups * _GROUP_NBYTES < 2 * largest_nbytes:
+            raise CapacityError(f"{self._paths[0]} has no room to be measured; choose a larger one")
+        self._groups = min(nbytes // _GROUP_NBYTES, groups)
+        self.facts: dict[str, Any] = {"members": members, "memory": str(self._buffers[0].backing)}
+        if isinstance(controller, FileController):
+            self.facts.update(executor=controller.executor_name, direct_io=controller.direct)
+        return io
+
+    def _write_once(self, io: BlockIo, wrote: Callable[[int, int], None]) -> None:
+        """Writes what will be read: a drive answers for blocks that nobody wrote without a read."""
+        members, noise = len(self._paths), self._rng.bytes(_GROUP_NBYTES)
+        for group in range(self._groups):
+            wrote(group * _GROUP_NBYTES, self._groups * _GROUP_NBYTES)
+            io.write(1 + group % members, group // members * _GROUP_NBYTES, noise)
+        io.flush(range(1, members + 1))
+
+    def _deallocate(self) -> None:
+        """Gives the blocks back to the devices; one that refuses keeps them, which is harmless."""
+        nsids = np.arange(1, len(self._paths) + 1)
+        first = np.zeros(nsids.size, np.uint64)
+        nlb = -(-self._groups // nsids.size) * _GROUP_NBYTES // self._lba_nbytes
+        job = self._engine.deallocate(first, nsids, nlb, timeout_s=self._timeout_s)
+        job.wait_released(self._timeout_s)
 
     def time_us(self, direction: str, nbytes: int, slice_nbytes: int) -> list[float]:
         """Microseconds of one read or one write, or of a read and a write at once."""
-        if direction == "both":
-            jobs = [self._start("read", nbytes, slice_nbytes, 0)]
-            jobs.append(self._start("write", nbytes, slice_nbytes, 1))
-        else:
-            jobs = [self._start(direction, nbytes, slice_nbytes, 0)]
+        parts = ("read", "write") if direction == "both" else (direction,)
+        jobs = [self._start(part, nbytes, slice_nbytes, i) for i, part in enumerate(parts)]
         return [self._end(job) for job in jobs]
 
     def _start(self, direction: str, nbytes: int, slice_nbytes: int, which: int) -> Job:
@@ -132,24 +154,8 @@ class Medium:
             raise error
         return float(report.done_ns - report.submitted_ns) / 1e3
 
-    def close(self) -> None:
-        """Removes the files, and makes devices blank again."""
-        try:
-            self._engine.close()
-            for region in self._regions:
-                region.close()
-            self._controller.close()
-        finally:
-            self._remove()
-
     def _remove(self) -> None:
         for path in self._files:
             Path(path).unlink(missing_ok=True)
         if len(self._files) < len(self._paths):
             make_blank(self._paths)
-
-    def __enter__(self) -> Medium:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
