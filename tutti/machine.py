@@ -7,8 +7,9 @@ import platform
 import stat
 from pathlib import Path
 
+from tutti.base.numa import PCI_DEVICES
 from tutti.base.units import format_nbytes
-from tutti.gio_uring.drives.generic_device import readable_path
+from tutti.gio_uring.drives.generic_device import is_generic, readable_path
 from tutti.gio_uring.drives.mounts import filesystem_of, text_of
 from tutti.scheduler import policy
 
@@ -16,7 +17,8 @@ from tutti.scheduler import policy
 def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, str | int]:
     """Processor, memory and kernel, for JSON.
 
-    directory: describes its disk and file system as well; may also be a device or a drive.
+    directory: describes its disk and file system as well; may also be a device or a drive, which
+    is called the same after a restart: by its model, or by its slot and kind.
     """
     described: dict[str, str | int] = {
         "cpu": _cpu(),
@@ -27,12 +29,16 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
         "reserved_hugepages": _line("/proc/sys/vm/nr_hugepages"),
     }
     if directory is not None:
-        if str(directory).startswith("nvme:"):
-            return {**described, "filesystem": "none", "disk": "a drive through vfio"}
-        status = os.stat(readable_path(os.fspath(directory)))
+        path = os.fspath(directory)
+        if path.startswith("nvme:"):
+            bdf = path.removeprefix("nvme:").partition("/")[0].lower()
+            disk = f"a drive through vfio, {bdf}, {_line(f'{PCI_DEVICES}/{bdf}/modalias')}"
+            return {**described, "filesystem": "none", "disk": disk}
+        status = os.stat(readable_path(path))
         is_device = stat.S_ISBLK(status.st_mode)
         described["filesystem"] = "none" if is_device else filesystem_of(directory)
-        described["disk"] = _disk(status.st_rdev if is_device else status.st_dev)
+        way = ", by passthrough" if is_generic(path) else ""
+        described["disk"] = _disk(status.st_rdev if is_device else status.st_dev, is_device) + way
     return described
 
 
@@ -51,8 +57,8 @@ def _cpu() -> str:
     return next(found, platform.machine())
 
 
-def _disk(device: int) -> str:
-    """Model and kind of a block device, of the whole disk for a partition."""
+def _disk(device: int, is_device: bool) -> str:
+    """Model and kind of a block device, of a partition's whole disk; for files with its name."""
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     try:
         disk = node.resolve(strict=True)
@@ -63,4 +69,6 @@ def _disk(device: int) -> str:
     model = _line(str(disk / "device/model"))
     rotational = _line(str(disk / "queue/rotational"))
     kind = {"0": "solid state", "1": "reported as rotational"}.get(rotational, "unknown kind")
-    return f"{disk.name}, {kind}" + ("" if model == "unknown" else f", {model}")
+    if model == "unknown":
+        return f"{disk.name}, {kind}"
+    return f"{kind}, {model}" if is_device else f"{disk.name}, {kind}, {model}"

@@ -251,6 +251,12 @@ def test_a_file_is_used_where_it_is_of_this_machine(
     assert "cpu was 'another'" in caplog.text
 
 
+def test_drives_through_vfio_have_different_names() -> None:
+    one, other = (machine_facts(f"nvme:0000:0{i}:00.0")["disk"] for i in (3, 4))
+    assert one != other
+    assert machine_facts("nvme:0000:03:00.0/ns2")["disk"] == one
+
+
 def test_choices_that_mean_nothing_are_refused(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ProfileError, match="cannot read"):
         opened(tmp_path, profile=tmp_path / "missing.json")

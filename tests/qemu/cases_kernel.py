@@ -21,6 +21,7 @@ from tutti.base.units import MiB
 from tutti.gio_uring import nvme_spec as nvme
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.drives.generic_device import REQUEST_NBYTES_MAX
+from tutti.machine import machine_facts
 from tutti.resize import resize
 
 OK = nvme.STATUS_OK
@@ -33,6 +34,15 @@ def test_the_executor_is_the_one_that_was_meant(controller: FileController, kind
     assert controller.executor_name == wanted
     assert controller.fallback_reason is None
     assert controller.direct
+
+
+def test_a_device_is_called_the_same_after_a_restart() -> None:
+    """By its model; by passthrough it is as fast as another drive."""
+    (device, *_) = namespaces("pools")
+    disk = str(machine_facts(device)["disk"])
+    assert "QEMU" in disk
+    assert Path(device).name not in disk
+    assert machine_facts(generic(device))["disk"] == f"{disk}, by passthrough"
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 256])
