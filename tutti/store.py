@@ -49,8 +49,9 @@ from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
-from tutti.pool.places import shared_node
+from tutti.pool.places import is_device, shared_node
 from tutti.pool.pool_format import Paths, format, format_missing, pool_members, warn_of_capacity
+from tutti.profiles import at_open
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
 from tutti.scheduler.dispatcher import Schedule
 from tutti.transfers.catalogue import Catalogue
@@ -408,10 +409,11 @@ def open(
     check_choice(profile)
     format_missing(names, layout, capacity, executor)
 
-    def schedule_of(found: KVLayout) -> Schedule | None:
-        return find_schedule(profile, names, found, executor=executor)
-
+    members: Sequence[str] | at_open.Speeds = names
     with on_node(shared_node(names)):  # with its threads and what it allocates
+        if profile == AUTO and config.schedule is None and any(map(is_device, names)):
+            members = at_open.find_speeds(names, executor=executor)  # before they are in use
+        schedule_of = partial(find_schedule, profile, members, executor=executor)
         threads = config.service_threads
         controller = open_controller(names, executor=executor, service_threads=threads)
         try:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from loop_devices import loop_devices
 from manual_clock import ManualClock
 from waiting import wait_idle
 
 import tutti
-from tutti.errors import ConfigError, DeviceTimeout, ProfileError
+from tutti.base.units import MiB
+from tutti.errors import ConfigError, DeviceTimeout, PoolInUse, ProfileError
+from tutti.gio_uring.drives.block_device import Devices
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
+from tutti.pool.pool_format import is_labelled, label
 from tutti.profiles import at_open
-from tutti.profiles.at_open import find_profile, model_of
+from tutti.profiles.at_open import find_profile, media_of, model_of
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.profile import estimated_document
@@ -249,6 +253,61 @@ def test_a_file_is_used_where_it_is_of_this_machine(
         moves(store)
         assert store.stats()["profile"] == "measured"
     assert "cpu was 'another'" in caplog.text
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[str]:
+    with loop_devices(tmp_path) as make:
+        yield make(64 * MiB)
+
+
+def test_a_device_is_measured_before_its_pool_is_opened(
+    device: str,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "tutti.profiles")
+    tutti.format(device, LAYOUT, "24MiB")
+    for source in ("measured", "cache"):
+        with tutti.open(device) as store:
+            moves(store)
+            assert store.stats()["profile"] == source
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"], "one line a start"
+    assert len(list(cache.glob("*.json"))) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another user"))
+    with tutti.open(device) as store:
+        moves(store)
+        assert store.stats()["profile"] == "measured", "behind the pool, which was used"
+        with pytest.raises(PoolInUse):
+            tutti.open(device)
+
+
+def test_a_labelled_device_is_measured_and_stays_labelled(device: str, cache: Path) -> None:
+    """As SGLang's linker does: it has a profile before it makes its pool."""
+    label([device])
+    assert find_profile("auto", media_of([device])[0], model_of(LAYOUT))[1] == "measured"
+    assert is_labelled(device)
+    assert not Devices().inspect(Path(device).name).holds
+    with tutti.open(device, LAYOUT, "24MiB") as store:
+        moves(store)
+        assert store.stats()["profile"] == "cache"
+
+
+def test_a_used_pool_that_fills_its_device_is_estimated(
+    device: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tutti.format(device, LAYOUT, "63MiB")
+    with tutti.open(device, profile=None) as store:
+        moves(store)
+        assert store.stats()["profile"] == "off"
+    with tutti.open(device) as store:
+        moves(store)
+        assert store.stats()["profile"] == "estimated"
+    assert "estimated profile" in caplog.text
+    assert "has no room to be measured" in caplog.text
+    assert not list(cache.glob("*.json"))
 
 
 def test_drives_through_vfio_have_different_names() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.base.checks import flag, function, instance, one_of, optional, takes
-from tutti.base.units import format_nbytes, parse_nbytes
+from tutti.base.units import MiB, format_nbytes, parse_nbytes
 from tutti.errors import (
     CapacityError,
     ConfigError,
@@ -33,6 +33,7 @@ from tutti.gio_uring.drives.device_content import (
     check_forced,
 )
 from tutti.gio_uring.drives.generic_device import is_generic, readable_path
+from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.file_creation import ReservedFile, reserve_file
 from tutti.gio_uring.file_member import FileMember
 from tutti.gio_uring.named_drive import serial_of
@@ -270,6 +271,21 @@ def _erase_rest(member: FileMember) -> None:
         os.pwrite(fd, bytes(nbytes), member.nbytes - nbytes)
     finally:
         os.close(fd)
+
+
+def unused_from(io: BlockIo, engine: Engine, names: Sequence[str]) -> int:
+    """Where the bytes begin in which open devices store nothing: behind the label, in a pool that
+    was never opened, or behind the pool.  They end TAIL_NBYTES before the device.
+    """
+    heads = [io.read(nsid, 0, 2 * BLOCK_NBYTES) for nsid in range(1, len(names) + 1)]
+    if all(head.startswith(LABEL) for head in heads):
+        return HEAD_NBYTES
+    members = Members.open(io, engine, names)
+    # An opening writes one of the two superblocks: if that one is damaged, they differ as well.
+    is_new = all(head[:BLOCK_NBYTES] == head[BLOCK_NBYTES:] for head in heads)
+    if is_new and members.clean and members.next_sequence == 1:
+        return members.geometry.groups_offset
+    return -(-members.geometry.member_nbytes // MiB) * MiB
 
 
 def check_unlabelled(names: Sequence[str], force: Force) -> None:

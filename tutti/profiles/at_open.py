@@ -3,8 +3,9 @@
     schedule = find_schedule("auto", ["/mnt/nvme/pool.tutti"], layout)
 
 "auto" takes the speed of the medium from the cache, or measures it in at most two seconds, or
-estimates it; computing is estimated.  A file's profile is used when it is of this machine and
-model.  None and "off" mean no schedule: puts and loads are issued at once.
+estimates it; computing is estimated.  Devices are measured where their pool stores nothing, before
+it is opened.  A file's profile is used when it is of this machine and model.  None and "off" mean
+no schedule: puts and loads are issued at once.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any, NamedTuple
 
 from tutti.base.units import KiB, MiB
 from tutti.errors import ConfigError, ProfileError, TuttiError
+from tutti.gio_uring.drives.generic_device import readable_path
 from tutti.machine import machine_facts
 from tutti.medium.layout import KVLayout
 from tutti.pool import places
-from tutti.pool.places import existing_folder, is_device
+from tutti.pool.places import existing_folder, exists, is_device
 from tutti.profiles.cache import CachedSpeeds
 from tutti.profiles.medium_timing import Medium
 from tutti.scheduler.dispatcher import Schedule
@@ -61,7 +63,7 @@ class _TooSlow(Exception):
 
 
 class Speeds(NamedTuple):
-    """Speeds of media, for a process that cannot measure them.
+    """Speeds of media, for a process that cannot measure them, or an open pool of devices.
 
     io: as in a profile's document.  source: where they come from, see CACHE.  media: names of the
     drives.  facts: machine_facts of the first of them.
@@ -73,14 +75,18 @@ class Speeds(NamedTuple):
     facts: Mapping[str, Any]
 
 
-def find_speeds(members: Sequence[str], *, executor: str = "auto") -> Speeds:
+class OwnSpeeds(Speeds):
+    """Speeds that this process has found, and logged."""
+
+
+def find_speeds(members: Sequence[str], *, executor: str = "auto") -> OwnSpeeds:
     """Speeds of the media that have these members or folders, found as for `find_profile`."""
     folders, media = media_of(members)
     model = DENSE_MODELS["llama-3.1-8b"]  # any: only the speeds of the media are used
     profile, source = find_profile(AUTO, folders, model, executor=executor)
     machine = profile.document["machine"]
     facts = {name: machine[name] for name in ("filesystem", "disk") if name in machine}
-    return Speeds(profile.document["io"], source, media, facts)
+    return OwnSpeeds(profile.document["io"], source, media, facts)
 
 
 def is_off(choice: ProfileChoice) -> bool:
@@ -109,8 +115,7 @@ def find_profile(
 ) -> tuple[TableProfile, str]:
     """The profile and its source; logs one line about it.
 
-    media: a folder on each medium of the members, or none where nothing can be measured, as on
-    drives without a file system; or the speeds that another process found.
+    media: as from `media_of`, or the speeds that were found before.
     any_model: a file's profile may be of another model.
     Raises ProfileError for a file that is not a profile.
     """
@@ -140,7 +145,7 @@ def find_schedule(
 ) -> Schedule | None:
     """The schedule for a store of this layout; None if it issues its transfers at once.
 
-    members: their paths (media are measured if all are files), or what another process found.
+    members: their paths, or the speeds that were found before.
     """
     if choice is None or is_off(choice):
         return None
@@ -157,16 +162,19 @@ def find_schedule(
 
 
 def media_of(members: Sequence[str]) -> tuple[list[Path], tuple[str, ...]]:
-    """A folder on each medium that has members, or will have them, and their Schedule.media.
+    """Where the media of these members can be measured, and their Schedule.media.
 
-    No folders if a member is a drive or a device.
+    A folder on each medium of files, or all devices; nowhere if there are both, or one is missing.
     """
+    media = tuple(sorted({name for member in members for name in places.media_of(member)}))
+    if any(map(is_device, members)):
+        usable = all(is_device(one) and exists(readable_path(one)) for one in members)
+        return [Path(member) for member in members if usable], media
     folders: dict[int, Path] = {}
-    for member in () if any(map(is_device, members)) else members:
+    for member in members:
         folder = existing_folder(member)
         folders.setdefault(os.stat(folder).st_dev, folder)
-    media = {name for member in members for name in places.media_of(member)}
-    return list(folders.values()), tuple(sorted(media))
+    return list(folders.values()), media
 
 
 def store_limits(profile: Profile, page_nbytes: int) -> Limits:
@@ -224,25 +232,23 @@ def _model_of(profile: TableProfile, served: ModelShape | None) -> ModelShape:
 
 
 def _find(
-    folders: Sequence[Path] | Speeds, model: ModelShape, machine: Mapping[str, Any], executor: str
+    media: Sequence[Path] | Speeds, model: ModelShape, machine: Mapping[str, Any], executor: str
 ) -> tuple[TableProfile, str]:
     document = estimated_document(model, GPUS["H100"], machine=machine)
-    if isinstance(folders, Speeds):
-        return _told(folders, document)
+    if isinstance(media, Speeds):
+        return _told(media, document)
     estimated = TableProfile(document)
-    why = "a drive without a file system is not measured; give the file of `tutti profile`"
-    if folders:
-        media = [machine_facts(folder) for folder in folders]
-        facts: dict[str, Any] = {key: [one.get(key) for one in media] for key in MACHINE_KEYS}
+    why = "a pool with files and devices, or a missing device, is not measured; give a profile"
+    if media:
+        known = [machine_facts(one) for one in media]
+        facts: dict[str, Any] = {key: [one.get(key) for one in known] for key in MACHINE_KEYS}
         facts["executor"] = executor
         cached = CachedSpeeds(facts)
-        found = _cached(cached, document)
-        if found is None:
+        if (found := _cached(cached, document)) is None:
             with cached.alone(2 * BUDGET_S):
-                found = _cached(cached, document)
-                if found is None:
+                if (found := _cached(cached, document)) is None:
                     try:
-                        found = _measured(document, folders, executor), MEASURED
+                        found = _measured(document, media, executor), MEASURED
                         cached.write(found[0].document["io"])
                     except (_TooSlow, TuttiError, OSError) as error:
                         why = str(error)
@@ -255,12 +261,13 @@ def _find(
 
 
 def _told(speeds: Speeds, document: Mapping[str, Any]) -> tuple[TableProfile, str]:
-    """The profile with the speeds that another process found.  Raises ProfileError."""
+    """The profile with the speeds that were found before.  Raises ProfileError."""
     try:
         profile = TableProfile({**document, "medium": {}, "io": speeds.io})
     except (LookupError, TypeError) as error:
         raise ProfileError(f"the agent's speeds of the medium cannot be used: {error!r}") from error
-    _tell(f"the agent's, {speeds.source}", profile)
+    if not isinstance(speeds, OwnSpeeds):
+        _tell(f"the agent's, {speeds.source}", profile)
     return profile, speeds.source
 
 
@@ -268,9 +275,7 @@ def _tell(medium: str, profile: TableProfile) -> None:
     _log.info(
         "scheduling with a profile: the medium is %s (%.2f GB/s read, interference %.1f), computing"
         " is estimated",
-        medium,
-        profile.read_gb_per_s,
-        profile.interference,
+        *(medium, profile.read_gb_per_s, profile.interference),
     )
 
 
@@ -285,20 +290,26 @@ def _cached(cached: CachedSpeeds, document: Mapping[str, Any]) -> tuple[TablePro
         return None
 
 
-def _measured(document: Mapping[str, Any], folders: Sequence[Path], executor: str) -> TableProfile:
+def _measured(document: Mapping[str, Any], media: Sequence[Path], executor: str) -> TableProfile:
     began_s = time.monotonic()
-    for folder in folders:
+    has_files = all(one.is_dir() for one in media)
+    for folder in media if has_files else ():
         stat = os.statvfs(folder)
         if stat.f_bavail * stat.f_frsize < _ROOM * _FILE_NBYTES:
             raise _TooSlow("the medium has no room for a measurement; free some space")
 
     def wrote(done: int, total: int) -> None:
-        if time.monotonic() > began_s + _WRITTEN_S and done < total:
+        nonlocal began_s
+        if done == 0:  # a device is open now, which took a time of its own
+            began_s = time.monotonic()
+        elif time.monotonic() > began_s + _WRITTEN_S and done < total:
             raise _TooSlow("the medium is too slow to be measured at a start; run `tutti profile`")
 
-    paths = [str(folder / f".tutti-profile-{os.getpid()}") for folder in folders]
+    paths = [str(one / f".tutti-profile-{os.getpid()}" if has_files else one) for one in media]
+    force: Sequence[str] | None = () if has_files else None
+    timeout_s = BUDGET_S if has_files else 30.0  # a stalled device cannot be opened either
     with Medium(
-        paths, _FILE_NBYTES, _SIZES[-1], executor=executor, timeout_s=BUDGET_S, wrote=wrote
+        paths, _FILE_NBYTES, _SIZES[-1], force, executor=executor, timeout_s=timeout_s, wrote=wrote
     ) as medium:
         times = _times(medium, began_s)
     io: dict[str, Any] = {"estimated": False, "read": [], "write": [], "both": []}

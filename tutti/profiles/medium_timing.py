@@ -12,6 +12,7 @@ import numpy as np
 from tutti.base.units import MiB, format_nbytes
 from tutti.errors import CapacityError, ConfigError, DeviceTimeout
 from tutti.gio_uring.controller_file import FileController
+from tutti.gio_uring.drives.device_content import TAIL_NBYTES
 from tutti.gio_uring.engine import PRIORITY_LOAD, PRIORITY_STORE
 from tutti.gio_uring.file_creation import allocate_file
 from tutti.gio_uring.iocb import Extents, flat_memory
@@ -22,7 +23,7 @@ from tutti.gio_uring.status import status_error
 from tutti.pool.block_io import BlockIo, opened_io
 from tutti.pool.member_controller import open_controller
 from tutti.pool.places import is_device
-from tutti.pool.pool_format import label, make_blank, member_names
+from tutti.pool.pool_format import label, make_blank, member_names, unused_from
 
 _GROUP_NBYTES = 2 * MiB  # slices of a run lie together, as one layer of a pool's group does
 
@@ -31,9 +32,10 @@ class Medium(ExitStack):
     """Members made for measuring, written once and removed at the end; a context manager.
 
     paths: new files, or blank devices or drives, over which groups rotate as in a pool.  nbytes:
-    total size, at least twice the largest transfer.  Reads and writes have the priorities of loads
-    and puts of a store.  wrote: called with (bytes written, bytes in all) before the first read.
-    timeout_s: of one transfer.  Raises the errors of making and opening the members.
+    total size, at least twice the largest transfer.  force: as for `label`; None: pools on the
+    devices stay, see `unused_from`.  Reads and writes have the priorities of loads and puts of a
+    store.  wrote: called with (bytes written, bytes in all) before the first read.  timeout_s: of
+    one transfer.  Raises the errors of making and opening the members.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Medium(ExitStack):
         paths: Sequence[str],
         nbytes: int,
         largest_nbytes: int,
-        force: Sequence[str] = (),
+        force: Sequence[str] | None = (),
         *,
         executor: str = "auto",
         timeout_s: float = 120.0,
@@ -57,14 +59,15 @@ class Medium(ExitStack):
         self._files = [path for path in self._paths if not is_device(path)]
         self._timeout_s = timeout_s
         self._rng = np.random.default_rng(1)
-        if len(self._files) < len(self._paths):
+        if force is not None and len(self._files) < len(self._paths):
             label(self._paths, force=list(force))  # refuses what is not blank
         try:
-            self.callback(self._remove)
+            if force is not None:
+                self.callback(self._remove)
             for path in self._files:
                 groups = -(-nbytes // _GROUP_NBYTES // len(self._paths))
                 allocate_file(path, groups * _GROUP_NBYTES, True, wrote)
-            io = self._open(executor, nbytes, largest_nbytes)
+            io = self._open(executor, nbytes, largest_nbytes, force is None)
             if not self._files:
                 self.callback(self._deallocate)
                 self._write_once(io, wrote)
@@ -72,7 +75,7 @@ class Medium(ExitStack):
             self.close()
             raise
 
-    def _open(self, executor: str, nbytes: int, largest_nbytes: int) -> BlockIo:
+    def _open(self, executor: str, nbytes: int, largest_nbytes: int, in_place: bool) -> BlockIo:
         """Opens the members.  Raises CapacityError if they have no room for a measurement."""
         controller = open_controller(self._paths, executor=executor)
         self.callback(controller.close)
@@ -84,10 +87,13 @@ class Medium(ExitStack):
             self.callback(region.close)
         self._engine, io = self.enter_context(opened_io(controller))
         self._lba_nbytes, members = controller.info.lba_nbytes, len(self._paths)
-        own_nbytes = min(controller.info.namespace_nlb[:members]) * self._lba_nbytes
-        groups = own_nbytes // _GROUP_NBYTES * members
+        self._offset, end = 0, min(controller.info.namespace_nlb[:members]) * self._lba_nbytes
+        if in_place:
+            self._offset = unused_from(io, self._engine, self._paths)
+            end -= TAIL_NBYTES
+        groups = max(0, end - self._offset) // _GROUP_NBYTES * members
         if groups * _GROUP_NBYTES < 2 * largest_nbytes:
-            raise CapacityError(f"{self._paths[0]} has no room to be measured; choose a larger one")
+            raise CapacityError(f"{self._paths[0]} has no room to be measured; see docs/profile.md")
         self._groups = min(nbytes // _GROUP_NBYTES, groups)
         self.facts: dict[str, Any] = {"members": members, "memory": str(self._buffers[0].backing)}
         if isinstance(controller, FileController):
@@ -99,13 +105,13 @@ class Medium(ExitStack):
         members, noise = len(self._paths), self._rng.bytes(_GROUP_NBYTES)
         for group in range(self._groups):
             wrote(group * _GROUP_NBYTES, self._groups * _GROUP_NBYTES)
-            io.write(1 + group % members, group // members * _GROUP_NBYTES, noise)
+            io.write(1 + group % members, self._offset + group // members * _GROUP_NBYTES, noise)
         io.flush(range(1, members + 1))
 
     def _deallocate(self) -> None:
         """Gives the blocks back to the devices; one that refuses keeps them, which is harmless."""
         nsids = np.arange(1, len(self._paths) + 1)
-        first = np.zeros(nsids.size, np.uint64)
+        first = np.full(nsids.size, self._offset // self._lba_nbytes)
         nlb = -(-self._groups // nsids.size) * _GROUP_NBYTES // self._lba_nbytes
         job = self._engine.deallocate(first, nsids, nlb, timeout_s=self._timeout_s)
         job.wait_released(self._timeout_s)
@@ -127,8 +133,9 @@ class Medium(ExitStack):
         counts = np.full(runs, per_group)
         counts[-1] = slices - per_group * (runs - 1)
         members = len(self._paths)
+        offsets = self._offset + groups // members * _GROUP_NBYTES
         extents = Extents(
-            (groups // members).astype(np.uint64) * np.uint64(_GROUP_NBYTES // self._lba_nbytes),
+            (offsets // self._lba_nbytes).astype(np.uint64),
             (1 + groups % members).astype(np.uint32),
             counts,
             slice_nbytes // self._lba_nbytes,
