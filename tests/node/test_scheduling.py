@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loop_devices import loop_devices
 from node.agents import LAYOUT, LOOKUP_S, RunningAgent, running, start_process
 from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
@@ -17,10 +19,13 @@ from waiting import wait_idle, wait_until
 import tutti
 from store.policies import DropsLong, LayerByLayer, Never, OneByOne
 from store.pools import fill, put_some, some_keys
+from tutti.base.units import MiB
 from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
 from tutti.gio_uring.job import Job
 from tutti.machine import machine_facts
+from tutti.node.agent_pools import AgentPools
 from tutti.node.client import NodeStore
+from tutti.profiles import at_open
 from tutti.profiles.at_open import media_of, model_of
 from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.event import PagesWritten, StepEnded, WriteKnown
@@ -109,6 +114,21 @@ def test_a_client_chooses_its_profile(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="profile is 3"):
             tutti.connect(agent.path, LAYOUT, profile=3)  # type: ignore[arg-type]
         assert agent.agent.counters.sessions == 3, "wrong choices open none"
+
+
+def test_an_agent_measures_devices_before_it_opens_their_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
+    for name in ("_WRITTEN_S", "BUDGET_S"):  # on a busy machine it takes longer
+        monkeypatch.setattr(at_open, name, 60.0)
+    with loop_devices(tmp_path) as make:
+        device = make(64 * MiB)
+        tutti.format(device, LAYOUT, "24MiB")
+        with contextlib.closing(AgentPools([device])) as pools:
+            pools.open_given()
+            assert pools.speeds.source == "measured"
 
 
 def test_layers_are_read_as_they_are_granted(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -75,14 +75,14 @@ class AgentPools:
         return find_speeds(members, executor=self._executor)
 
     def open_given(self) -> None:
-        """Opens the given pool, so that an error is found at the start; and measures the media
-        while they are idle.
+        """Measures the media, which is not possible on devices of an open pool; then opens the
+        given pool, so that an error is found at the start.
         """
-        if self._paths:
-            self.open("", 0)
-        elif self._folder is not None:
+        if self._folder is not None:
             self._claim(self._folder)
         _ = self.speeds
+        if self._paths:
+            self.open("", 0)
 
     def _claim(self, folder: Path) -> None:
         """Locks the folder against other agents, until ``close``."""
