@@ -14,8 +14,11 @@ from loop_devices import loop_devices
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from tutti import cli
+from tutti.integration.sglang.direct import open_pools
 from tutti.integration.sglang.hicache import TuttiHiCacheStorage
+from tutti.integration.sglang.identity import ParallelRank
 from tutti.pool.pool_format import label
+from tutti.profiles import at_open
 
 Places = Callable[[str], list[str]]
 CHAINS = "abcdef"  # more pages in all than one group holds
@@ -100,6 +103,29 @@ def test_the_linker_uses_both(
     paths = places(kind)
     linker_round_trip(paths, tmp_path)
     check_both_are_used(members_of(paths, kind), capsys)
+
+
+def test_a_rank_measures_its_own_devices_only(tmp_path: Path) -> None:
+    """Another rank opens the others, each of them exclusively."""
+    drives, folder = [f"nvme:0000:0{i}:00.0" for i in range(1, 4)], str(tmp_path)
+    for rank in (0, 1):
+        parallel_rank = ParallelRank(tp_size=2, tp_rank=rank)
+        assert open_pools._own([*drives[:2], folder], parallel_rank) == [drives[rank]]
+        assert open_pools._own([folder], parallel_rank) == [folder]
+        assert open_pools._own(drives, parallel_rank) == drives, "refused when they are opened"
+
+
+def test_the_linker_measures_labelled_devices_at_its_first_start(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
+    for name in ("_WRITTEN_S", "BUDGET_S"):  # on a busy machine it takes longer
+        monkeypatch.setattr(at_open, name, 60.0)
+    paths = places("devices")
+    for source in ("measured", "cache"):
+        with Rig(tmp_path, path=paths, capacity="24MiB") as rig:
+            assert rig.stored_pool.store.stats()["profile"] == source
 
 
 @pytest.mark.parametrize("kind", KINDS)

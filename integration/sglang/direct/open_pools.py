@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from tutti.base.breaker import Breaker
+from tutti.errors import TuttiError
 from tutti.integration.sglang.direct.gpu_copies import Gpu
 from tutti.integration.sglang.direct.kv_pools import KvPool, KvPoolGroup
 from tutti.integration.sglang.direct.staging_size import staging_sizes
@@ -25,6 +26,7 @@ from tutti.integration.sglang.identity import (
 )
 from tutti.integration.sglang.metrics import Metrics
 from tutti.integration.sglang.options import LINKER
+from tutti.integration.sglang.rank_members import share
 from tutti.integration.sglang.scheduler_trace import record_of
 from tutti.node.connect import speeds_of
 from tutti.profiles.at_open import find_profile, is_off, media_of, model_like
@@ -130,10 +132,18 @@ def served_profile(
     choice, paths = options["profile"], options["path"]
     if is_off(choice):
         return None
-    media = speeds_of(paths[0]) if uses_agent(options) else media_of(paths)[0]
+    media = speeds_of(paths[0]) if uses_agent(options) else media_of(_own(paths, parallel_rank))[0]
     layers, nbytes = _kv_shape(group, parallel_rank)
     model = model_like("the served model", layers, nbytes)
     return find_profile(choice, media, model, executor=options["executor"])
+
+
+def _own(paths: Sequence[str], parallel_rank: ParallelRank) -> Sequence[str]:
+    """The files and devices of one rank's KV, which it alone may open; all paths without any."""
+    place, ranks = parallel_rank.place_on_node
+    with suppress(TuttiError):  # opening the pools reports it
+        return [one.path for one in share(paths, ranks).dealt[place]] or paths
+    return paths
 
 
 def _kv_shape(group: KvPoolGroup, parallel_rank: ParallelRank) -> tuple[int, int]:
