@@ -24,6 +24,7 @@ from tutti.gio_uring.controller_span import SpanController
 from tutti.gio_uring.controller_vfio import VfioController
 from tutti.gio_uring.drives.rescue import RescueResult
 from tutti.gio_uring.nvme_spec import STATUS_OK
+from tutti.profiles import at_open
 from tutti.store import ObjectStore
 from tutti.transfers.store_config import StoreConfig
 
@@ -97,6 +98,28 @@ def test_a_drive_by_its_address(
     tutti.store.format(names, LAYOUT, CAPACITY, force="left")
     with tutti.open(names) as store:
         assert store.match(as_rows(KEYS)) == 0
+
+
+def test_a_profile_is_measured_where_the_pool_stores_nothing(
+    drives: Drives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool that was never opened, and behind one with objects, which keeps them."""
+    monkeypatch.setattr(at_open, "_ROUNDS_S", 0.0)
+    for name in ("_WRITTEN_S", "BUDGET_S"):  # an emulated drive is too slow for two seconds
+        monkeypatch.setattr(at_open, name, 60.0)
+    names = names_of(drives, LEFT)
+    tutti.store.format(names, LAYOUT, "8MiB", force="left")
+    for life, source in enumerate(["measured", "cache", "measured"]):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{life // 2}"))
+        with tutti.open(names) as store:
+            assert store.stats()["profile"] == source
+            if life:
+                check_all(store)
+                continue
+            pool = store.allocate_memory(len(KEYS), hugepages=False)
+            for page, key in enumerate(KEYS):
+                pool.write(page, content_of(key))
+            assert store.put(as_rows(KEYS), np.arange(len(KEYS))).wait(60).stored == len(KEYS)
 
 
 def test_two_drives_and_a_process_that_is_killed(drives: Drives, tmp_path: Path) -> None:
