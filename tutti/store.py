@@ -49,7 +49,7 @@ from tutti.placement.index import MISSING, SlotState
 from tutti.pool.block_io import BlockIo
 from tutti.pool.member_controller import check_owners, open_controller
 from tutti.pool.members import Members
-from tutti.pool.places import is_device, shared_node
+from tutti.pool.places import shared_node
 from tutti.pool.pool_format import Paths, format, format_missing, pool_members, warn_of_capacity
 from tutti.profiles import at_open
 from tutti.profiles.at_open import AUTO, OFF, ProfileChoice, check_choice, find_schedule
@@ -409,10 +409,9 @@ def open(
     check_choice(profile)
     format_missing(names, layout, capacity, executor)
 
-    members: Sequence[str] | at_open.Speeds = names
     with on_node(shared_node(names)):  # with its threads and what it allocates
-        if profile == AUTO and config.schedule is None and any(map(is_device, names)):
-            members = at_open.find_speeds(names, executor=executor)  # before they are in use
+        needed = profile if config.schedule is None else None
+        members = at_open.before_opening(needed, names, executor=executor)
         schedule_of = partial(find_schedule, profile, members, executor=executor)
         threads = config.service_threads
         controller = open_controller(names, executor=executor, service_threads=threads)

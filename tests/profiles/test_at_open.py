@@ -284,6 +284,21 @@ def test_a_device_is_measured_before_its_pool_is_opened(
             tutti.open(device)
 
 
+def test_a_device_is_measured_where_the_given_profile_is_of_another(
+    device: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tutti.format(device, LAYOUT, "24MiB")
+    file = tmp_path / "profile.json"
+    for facts, source in (({}, "file"), ({"disk": "another"}, "measured")):
+        machine = {**machine_facts(device), **facts}
+        known = estimated_document(DENSE_MODELS["llama-3.1-8b"], GPUS["H100"], machine=machine)
+        file.write_text(json.dumps(known))
+        with tutti.open(device, profile=file) as store:
+            moves(store)
+            assert store.stats()["profile"] == source
+    assert "disk was 'another'" in caplog.text
+
+
 def test_a_labelled_device_is_measured_and_stays_labelled(device: str, cache: Path) -> None:
     """As SGLang's linker does: it has a profile before it makes its pool."""
     label([device])

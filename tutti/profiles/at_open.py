@@ -89,6 +89,22 @@ def find_speeds(members: Sequence[str], *, executor: str = "auto") -> OwnSpeeds:
     return OwnSpeeds(profile.document["io"], source, media, facts)
 
 
+def before_opening(
+    choice: ProfileChoice, members: Sequence[str], *, executor: str = "auto"
+) -> Sequence[str] | Speeds:
+    """What `find_schedule` takes after the opening: speeds of devices, if it will need them, which
+    cannot be measured once their pool is open.  Raises ProfileError.
+    """
+    if choice is None or is_off(choice) or not any(map(is_device, members)):
+        return members
+    if choice != AUTO:
+        given, media = load_profile(choice), media_of(members)[0]
+        machine = machine_facts(media[0] if media else None)
+        if not given.mismatches(machine, _model_of(given, None)):
+            return members
+    return find_speeds(members, executor=executor)
+
+
 def is_off(choice: ProfileChoice) -> bool:
     """Whether a choice of profile means none.  Raises ConfigError for what is not a choice."""
     if choice is not None and not isinstance(choice, str | os.PathLike):
