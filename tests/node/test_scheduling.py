@@ -20,7 +20,7 @@ import tutti
 from store.policies import DropsLong, LayerByLayer, Never, OneByOne
 from store.pools import fill, put_some, some_keys
 from tutti.base.units import MiB
-from tutti.errors import CapacityError, ConfigError, KeyMissing, ProfileError
+from tutti.errors import CapacityError, ConfigError, KeyMissing, PoolNotFound, ProfileError
 from tutti.gio_uring.job import Job
 from tutti.machine import machine_facts
 from tutti.node.agent_pools import AgentPools
@@ -129,6 +129,16 @@ def test_an_agent_measures_devices_before_it_opens_their_pool(
         with contextlib.closing(AgentPools([device])) as pools:
             pools.open_given()
             assert pools.speeds.source == "measured"
+
+
+def test_an_agent_measures_nothing_for_a_path_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with contextlib.closing(AgentPools([str(tmp_path / "missing.tutti")])) as pools:
+        with pytest.raises(PoolNotFound):
+            pools.open_given()
+        assert not list(tmp_path.iterdir())
 
 
 def test_layers_are_read_as_they_are_granted(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -23,6 +23,7 @@ from tutti.errors import (
 from tutti.gio_uring.file_member import lock_file
 from tutti.medium.layout import KVLayout, differences
 from tutti.node.pool_service import PoolService
+from tutti.pool.places import exists
 from tutti.pool.pool_format import Paths
 from tutti.profiles.at_open import Speeds, find_speeds
 from tutti.store import ObjectStore
@@ -80,9 +81,11 @@ class AgentPools:
         """
         if self._folder is not None:
             self._claim(self._folder)
-        _ = self.speeds
+        if all(map(exists, self._paths)):  # else the path may be wrong: nothing is written there
+            _ = self.speeds
         if self._paths:
             self.open("", 0)
+        _ = self.speeds
 
     def _claim(self, folder: Path) -> None:
         """Locks the folder against other agents, until ``close``."""
