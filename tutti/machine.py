@@ -18,7 +18,7 @@ def machine_facts(directory: str | os.PathLike[str] | None = None) -> dict[str, 
     """Processor, memory and kernel, for JSON.
 
     directory: describes its disk and file system as well; may also be a device or a drive, which
-    is called the same after a restart: by its model, or by its slot and kind.
+    is called the same after a restart: by its size and model, or by its slot and kind.
     """
     described: dict[str, str | int] = {
         "cpu": _cpu(),
@@ -58,7 +58,7 @@ def _cpu() -> str:
 
 
 def _disk(device: int, is_device: bool) -> str:
-    """Model and kind of a block device, of a partition's whole disk; for files with its name."""
+    """Name, kind and model of a block device, of a partition's whole disk."""
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     try:
         disk = node.resolve(strict=True)
@@ -71,4 +71,6 @@ def _disk(device: int, is_device: bool) -> str:
     kind = {"0": "solid state", "1": "reported as rotational"}.get(rotational, "unknown kind")
     if model == "unknown":
         return f"{disk.name}, {kind}"
-    return f"{kind}, {model}" if is_device else f"{disk.name}, {kind}, {model}"
+    # All volumes of a cloud have the same model, but seldom the same size.
+    name = f"{_line(str(disk / 'size'))} sectors" if is_device else disk.name
+    return f"{name}, {kind}, {model}"
