@@ -71,12 +71,14 @@ def new_pool(nbytes: int = NBYTES) -> list[Bytes]:
 
 
 def used_pool(
-    rng: np.random.Generator, nbytes: int = NBYTES, *, clean: bool = True
+    rng: np.random.Generator, nbytes: int = NBYTES, *, clean: bool = True, cleared: bool = False
 ) -> tuple[list[Bytes], Bytes, list[bytes]]:
-    """(images, keys, contents) of a pool after its first life."""
+    """(images, keys, contents) of a pool after its first life, in which it may be cleared."""
     store = opened(new_pool(nbytes))
     pool = store.allocate_memory(4)
     keys, contents = some_keys(rng, 4), fill(pool, range(4), rng)
+    if cleared:
+        store.clear()
     assert store.put(keys, np.arange(4)).wait(30).stored == 4
     return left_by(store, clean=clean), keys, contents
 
@@ -96,18 +98,23 @@ def test_a_pool_that_was_never_opened_keeps_its_superblocks_and_table(
     meanwhile, after = measure(images)
     first = GEOMETRY.groups_offset // MiB
     assert changed(images, meanwhile) == [set(range(first, first + 32))]
-    with opened(after) as store:
-        pool = store.allocate_memory(4)
-        keys, contents = some_keys(rng, 2), fill(pool, range(2), rng)
-        assert store.put(keys, np.arange(2)).wait(30).stored == 2
-        store.load(keys, np.arange(2, 4)).wait(30)
-        assert [pool.read(page) for page in (2, 3)] == contents
+    for left in (meanwhile, after):  # by a crash, and at the end
+        with opened(left) as store:
+            pool = store.allocate_memory(4)
+            keys, contents = some_keys(rng, 2), fill(pool, range(2), rng)
+            assert store.put(keys, np.arange(2)).wait(30).stored == 2
+            store.load(keys, np.arange(2, 4)).wait(30)
+            assert [pool.read(page) for page in (2, 3)] == contents
 
 
-@pytest.mark.parametrize("state", ["clean", "crashed", "damaged"])
+@pytest.mark.parametrize("state", ["clean", "crashed", "cleared", "damaged"])
 def test_a_pool_that_was_used_keeps_all_that_it_has(state: str, rng: np.random.Generator) -> None:
-    """Also after a crash in its first life, when one superblock still is that of the format."""
-    images, keys, contents = used_pool(rng, clean=state == "clean")
+    """Also after a crash in its first life, when one superblock still is that of the format, or
+    after a `clear` both are equal.
+    """
+    is_cleared = state == "cleared"
+    images, keys, contents = used_pool(rng, clean=state == "clean", cleared=is_cleared)
+    assert (images[0][:4096] == images[0][4096:8192]).all() == is_cleared
     if state == "damaged":
         images[0][4096:8192] = 0
     meanwhile, after = measure(images)
@@ -117,11 +124,12 @@ def test_a_pool_that_was_used_keeps_all_that_it_has(state: str, rng: np.random.G
     assert max(places) < END
     if state == "damaged":
         return
-    with opened(after) as store:
-        store.wait_recovered(30)
-        pool = store.allocate_memory(4)
-        store.load(keys, np.arange(4)).wait(30)
-        assert [pool.read(page) for page in range(4)] == contents
+    for left in (meanwhile, after):  # by a crash, and at the end
+        with opened(left) as store:
+            store.wait_recovered(30)
+            pool = store.allocate_memory(4)
+            store.load(keys, np.arange(4)).wait(30)
+            assert [pool.read(page) for page in range(4)] == contents
 
 
 def test_what_has_no_room_or_no_pool_is_not_touched(rng: np.random.Generator) -> None:
