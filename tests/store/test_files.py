@@ -390,7 +390,7 @@ def test_an_object_takes_64_bytes_of_memory_at_most(tmp_path: Path) -> None:
         assert store.stats()["eviction"] == "mq"
         core = store._core
         arrays = [*vars(core.index).items(), *vars(core.history).items()]
-        # The others are the sizes of namespaces, gaps and numbers of uses, whatever the pool's size.
+        # The others are the sizes of namespaces, gaps and numbers of uses, in any pool.
         of_slots = sum(
             # What takes no memory yet has a stride of 0; `key` is a view of another.
             array.shape[0] * array.strides[0]
