@@ -184,10 +184,19 @@ def test_few_uses_go_first_only_if_that_finds_more() -> None:
     assert not fits.by_uses, "all hit"
 
 
+def test_the_rate_of_references_begins_with_an_opening() -> None:
+    """A reopened pool goes on from the time of its records, which is a large number."""
+    history, opened = ReuseHistory(SLOTS), 28_000_000
+    history.recovered(now=opened)
+    in_turn(history, 3 * SLOTS // 2, opened + 1, 8 * SLOTS)
+    _, by_uses, by_recency = history.native.hits
+    assert by_uses > by_recency == 0, "more keys than slots, in turn"
+
+
 def test_no_gap_begins_before_an_opening() -> None:
     history = ReuseHistory(SLOTS)
     assert history.lifetime_bits == 0
-    history.recovered()
+    history.recovered(now=2**31 - 1)
     history.loaded(np.arange(SLOTS), now=2**31)
     assert history.uses.tolist() == [2] * SLOTS
     assert history.lifetime_bits == 0

@@ -70,8 +70,9 @@ class ReuseHistory:
         below = np.cumsum(self._gaps, dtype=np.uint64)
         return int(np.searchsorted(8 * below, 7 * below[-1]))
 
-    def recovered(self) -> None:
+    def recovered(self, now: int) -> None:
         """Resets all after recovery: neither times nor numbers of uses are on the medium."""
+        self.native.since = now
         self.used[:] = 0
         self.uses[:] = 1
         self._known[1] = self.uses.size

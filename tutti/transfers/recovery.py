@@ -212,7 +212,7 @@ def _take_over(core: Core, reclaimer: Reclaimer, entries: Entries, proven: bool)
         access=entries["access_64s"][order],
         has_digests=has_digests[order],
     )
-    core.history.recovered()
+    core.history.recovered(index.uses)
     mine = order[taken == MISSING]
     index.describe(
         slots[mine],
