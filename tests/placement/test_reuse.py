@@ -173,6 +173,16 @@ def test_few_uses_go_first_while_what_is_in_use_does_not_fit() -> None:
     assert not history.by_uses, "both keys would be found again"
 
 
+def test_what_is_kept_may_be_replaced_once_nobody_uses_it() -> None:
+    history = ReuseHistory(SLOTS, chooses=True)
+    in_turn(history, 3 * SLOTS // 2, 1, 8 * SLOTS)
+    assert history.by_uses
+    for now in range(8 * SLOTS + 1, 64 * SLOTS):
+        history.missed(keys_of(now), now)
+        history.choose()
+    assert not history.by_uses, "or each later put would be refused, too"
+
+
 def test_few_uses_go_first_only_if_that_finds_more() -> None:
     unable, fits = ReuseHistory(SLOTS), ReuseHistory(SLOTS, chooses=True)
     in_turn(unable, 3 * SLOTS // 2, 1, 16 * SLOTS)

@@ -79,12 +79,13 @@ class ReuseHistory:
 
     def choose(self) -> None:
         """Changes `by_uses` if the pool would have had more hits otherwise, by as many as a quarter
-        of its slots: fewer may be chance.
+        of its slots: fewer may be chance. Ends it as well if what is kept is hardly used any more.
         """
-        hits, *others = self.native.hits  # by uses, by recency
-        if self._chooses and others[self.by_uses] > hits + self.uses.size / 4:
+        (hits, *others), slots = self.native.hits, self.uses.size  # by uses, by recency
+        is_useless = self.by_uses and hits < slots / 8
+        if self._chooses and (is_useless or others[self.by_uses] > hits + slots / 4):
             self.by_uses = not self.by_uses
-            self.native.hits[:] = [0, 0, 0]
+            self.native.hits[:] = 3 * [slots]  # equal, and `is_useless` not before four halvings
 
     def missed(self, keys: Keys, now: int) -> int:
         """Counts a use of keys that may not be stored; returns the uses of the most used one."""
