@@ -87,6 +87,30 @@ def test_a_policy_that_fails_does_not_end_the_thread(
         assert store.match(keys[:PAGES]) == PAGES
 
 
+def filled_by_uses(store: tutti.ObjectStore, rng: np.random.Generator) -> int:
+    """Fills a pool that evicts by uses, with objects of one use each; returns its slots."""
+    slots: int = store.stats()["capacity_objects"]
+    history = store._core.history
+    history.by_uses, history.native.hits[0] = True, slots
+    for _ in range(slots):
+        assert store.put(some_keys(rng, 1), [0]).wait(30).stored == 1
+    return slots
+
+
+def test_all_pages_of_a_put_that_is_refused_count_as_used(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
+        store.allocate_memory(PAGES)
+        filled_by_uses(store, rng)
+        store._writer.batch_pages = 4
+        keys, history = some_keys(rng, PAGES), store._core.history
+        before = history.native.references
+        assert store.put(keys, range(PAGES)).wait(30).dropped == PAGES
+        assert history.native.references == before + PAGES
+        assert store.put(keys, range(PAGES)).wait(30).stored == PAGES, "used twice by now"
+
+
 def test_a_full_pool_makes_room_for_the_next_short_put(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,7 +211,7 @@ class Writer:
         first batch: later errors are for the tickets.
         """
         step = self._core.write_pages_max(together.request.memory, self.batch_pages)
-        granted, done, written = grant.objects, 0, 0
+        history, rows, granted, done, written = self._core.history, new[:0], grant.objects, 0, 0
         try:
             while done < granted:  # bounded: each turn but the last takes a batch
                 rows = new[done : min(done + step, granted)]
@@ -229,10 +229,14 @@ class Writer:
                 if taken < rows.size:
                     break
             if done < new.size:
+                limit = grant.limit if done == granted else None
                 with self._core.lock:
                     rest = self._absent(together, new[done:])  # others may have put some
                     self._core.counters.dropped += rest.size
-                together.cut(rest, grant.limit if done == granted else None)
+                    if limit is None and history.by_uses:  # make_room did so for the last batch
+                        later = together.request.keys[rest[rest > rows.max(initial=-1)]]
+                        history.missed(later, self._core.index.uses)
+                together.cut(rest, limit)
         finally:
             if granted and not self._core.is_unlimited:
                 tenant, quotas = together.request.tenant, self._core.quotas
