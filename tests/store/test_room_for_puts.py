@@ -111,6 +111,22 @@ def test_all_pages_of_a_put_that_is_refused_count_as_used(
         assert store.put(keys, range(PAGES)).wait(30).stored == PAGES, "used twice by now"
 
 
+def test_no_chain_loses_its_start_to_an_end_that_is_used_more_often(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
+        store.allocate_memory(PAGES)
+        slots = filled_by_uses(store, rng)
+        core, chain = store._core, some_keys(rng, 3)
+        chain[:2] = core.index.key[:2]  # two pages that are there
+        core.index.begin_use()
+        core.history.loaded(np.arange(2, slots), core.index.uses)
+        for _ in range(2):  # the second use of its end
+            result = store.put(chain, range(3)).wait(30)
+            assert (result.present, result.dropped) == (2, 1)
+        assert store.match(chain) == 2
+
+
 def test_a_full_pool_makes_room_for_the_next_short_put(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,7 +286,9 @@ class Writer:
         try:
             with core.lock:
                 asked = request.take(rows)
-                self._reclaimer.make_room(asked.keys, core.config.timeout_s, together.slots)
+                # By uses, what was touched last may go first: the start of the chain here.
+                kept = together.found(core.index) if core.history.by_uses else together.slots
+                self._reclaimer.make_room(asked.keys, core.config.timeout_s, kept)
                 quick = None if late else self._start_quick(together, asked, rows, block)
                 if quick is not None:
                     together.add_batch()
