@@ -97,6 +97,15 @@ def test_pages_go_to_the_remote_store_at_their_second_use(
         assert faults.calls().count("put 2") + 2 * faults.calls().count("put 4") == 2
 
 
+def test_a_pool_with_a_second_tier_never_evicts_by_uses(tmp_path: Path, faults: Faults) -> None:
+    """It would refuse pages that come from the tier, and those that should be copied to it."""
+    with nodes(tmp_path, faults.config(), 1) as (node,):
+        history = node.tier._store._core.history
+        history.native.hits[1] = 10 * history.uses.size  # if most uses decided
+        history.choose()
+        assert not history.by_uses
+
+
 @pytest.mark.slow
 def test_every_page_goes_where_that_was_asked_for(
     tmp_path: Path, faults: Faults, seed: int

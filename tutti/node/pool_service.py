@@ -84,6 +84,8 @@ class PoolService:
         self.sessions: dict[bytes, ClientSession] = {}
         #: Reports are handled one at a time; each may wait for staging of records or the medium.
         self.reporting = threading.Lock()
+        if remote is not None:  # a page that the pool refuses could be neither fetched nor copied
+            self.core.history.chooses = False
         self.tier = None if remote is None else Tier(store, remote)
         self._stopping = threading.Event()
         self._prover = threading.Thread(target=self._prove, daemon=True)

@@ -35,7 +35,7 @@ class ReuseHistory:
     """
 
     def __init__(self, slots: int, *, chooses: bool = False) -> None:
-        self.by_uses, self._chooses = False, chooses
+        self.by_uses, self.chooses = False, chooses
         self.used = np.zeros(slots, np.uint32)
         self.uses = np.zeros(slots, np.uint8)
         self._ghosts = np.zeros(slots, _GHOST)
@@ -83,7 +83,7 @@ class ReuseHistory:
         """
         (hits, *others), slots = self.native.hits, self.uses.size  # by uses, by recency
         is_useless = self.by_uses and hits < slots / 8
-        if self._chooses and (is_useless or others[self.by_uses] > hits + slots / 4):
+        if self.chooses and (is_useless or others[self.by_uses] > hits + slots / 4):
             self.by_uses = not self.by_uses
             self.native.hits[:] = 3 * [slots]  # equal, and `is_useless` not before four halvings
 
