@@ -11,7 +11,7 @@ the difference is the cost of the reserve.
 
 "2nd found" is the share of the blocks' second references that hit, which rates the treatment of new
 objects. "whole puts", "by classes" and "and gaps" are bounds (tutti/bench/eviction_bounds.py); the
-last two are at most the first, which is not a bound if requests are larger than a window.
+first is not one for requests larger than a window, nor for `mq` while it refuses blocks.
 
 If runs are too short, `lru` and `mq` also run with parts of groups as victims: halves, quarters and
 so on to single slots. This is an experiment; the store has no such setting. The default also runs
@@ -307,10 +307,10 @@ def _cells(
     slots = facts["capacity_blocks"]
     facts["minimum_hit_rate"] = belady.minimum(blocks, slots).hit_rate
     facts["unlimited_hit_rate"] = belady.unlimited(blocks).prefix_hit_rate
-    whole = eviction_bounds.whole_puts(blocks, slots, reserve_slots(slots), WINDOW).hit_rate
-    facts[_BOUNDS[0]] = whole
+    whole = eviction_bounds.whole_puts(blocks, slots, reserve_slots(slots), WINDOW)
+    facts[_BOUNDS[0]] = whole.hit_rate
     for bound, gaps in zip(_BOUNDS[1:], (False, True), strict=True):
-        facts[bound] = min(whole, eviction_bounds.by_classes(blocks, slots, WINDOW, gaps))
+        facts[bound] = eviction_bounds.by_classes(blocks, slots, gaps)
     cells = []
     for policy in (*sorted(POLICIES), GROUPS):
         pool = Pool(slots, policy, facts["group_slots"])

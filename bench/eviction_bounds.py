@@ -1,10 +1,11 @@
-"""Bounds on the hits of eviction policies in a pool whose puts store whole requests.
+"""Bounds on the hits of eviction policies.
 
-`whole_puts` is Belady's MIN for such a pool: it knows the future, but each put must make room for
-all blocks that its request missed, a window at a time, and leave the reserve free.
+`whole_puts` is Belady's MIN for a pool whose puts store whole requests: it knows the future, but
+each put must make room for all blocks that its request missed, a window at a time, and leave the
+reserve free. A policy that refuses blocks may exceed it.
 
-`by_classes` is for policies that do not know the future. After each use of a block, the policy
-decides for how many requests to keep it. It knows the block's class: its number of uses and its
+`by_classes` is for policies that do not know the future, also if they refuse blocks. After each use
+of a block, the policy decides for how many requests to keep it, or not to store it. It knows the block's class: its number of uses and its
 depth, each rounded to a power of two, and optionally the gap before this use. Ages are known
 exactly, because a keeping time is an age. For each class the hits and the occupied slots follow
 from the gaps in the trace, as functions of the keeping time. The bound fills the slots with the
@@ -74,13 +75,12 @@ def whole_puts(requests: Requests, capacity: int, reserve: int, window: int) -> 
     return total
 
 
-def by_classes(requests: Requests, capacity: int, window: int, gaps: bool) -> float:
+def by_classes(requests: Requests, capacity: int, gaps: bool) -> float:
     """The bound on the hit rate of policies that know only classes; see the module."""
     last: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # request, uses, class
     kept: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)  # slots, hits
     budget, references = 0.0, 0
     for now, request in enumerate(requests):
-        forced = min(window, len(request))  # the put makes room for these at the same time
         for depth, block in enumerate(map(int, request)):
             before, uses, kind = last.get(block, (now, 0, ()))
             if uses:
@@ -89,7 +89,7 @@ def by_classes(requests: Requests, capacity: int, window: int, gaps: bool) -> fl
             kind = ((uses + 1).bit_length(), depth.bit_length(), gap)
             last[block] = now, uses + 1, kind
         references += len(request)
-        budget += max(0, min(capacity, len(last)) - forced)
+        budget += min(capacity, len(last))
     for before, _, kind in last.values():
         kept[kind].append((len(requests) - before - 1, 0))
     hits, lines = 0.0, [line for each in kept.values() for line in _hull(each)]

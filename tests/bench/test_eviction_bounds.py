@@ -67,7 +67,7 @@ def test_no_times_of_keeping_by_class_hit_more(
             uses[block] += 1
             sizes = (uses[block], depth, gap if gaps else 0)
             last[block] = now, tuple(size.bit_length() for size in sizes)
-        budget += max(0, min(capacity, len(last)) - len(request))
+        budget += min(capacity, len(last))
     for now, kind in last.values():
         intervals[kind].append((len(trace) - now - 1, 0))
     ages = range(-1, 3)  # of longer ones there are few
@@ -78,15 +78,15 @@ def test_no_times_of_keeping_by_class_hit_more(
         hits = sum(hit for age, kind in some for gap, hit in kind if gap <= age)
         best = max(best, hits if slots <= budget else 0)
     references = sum(map(len, trace))
-    bound = references * by_classes(trace, capacity, 256, gaps)
+    bound = references * by_classes(trace, capacity, gaps)
     assert bound >= best - 1e-9
     assert bound <= unlimited(trace).hits + 1e-9
     if references:
-        assert by_classes(trace, 99, 256, gaps) * references == pytest.approx(unlimited(trace).hits)
+        assert by_classes(trace, 99, gaps) * references == pytest.approx(unlimited(trace).hits)
 
 
 def test_of_two_classes_the_one_with_more_hits_per_slot_is_kept() -> None:
     # Blocks at depth 0 come again after one other request, those at depth 1 never.
     trace = [[at % 2, 10 + at] for at in range(10)]
-    assert by_classes(trace, 3, 256, gaps=False) == pytest.approx(8 / 20)
-    assert by_classes(trace, 2, 256, gaps=False) == 0
+    assert by_classes(trace, 1, gaps=False) == pytest.approx(8 / 20)
+    assert by_classes(trace, 0, gaps=False) == 0
