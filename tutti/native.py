@@ -31,9 +31,9 @@ NO_SLOT = 0xFFFFFFFF
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Offsets of the address and of the flags in an array object (numpy's `PyArrayObject_fields`).
-_DATA, _FLAGS, _C_CONTIGUOUS = object.__basicsize__, object.__basicsize__ + 48, 1
-_word_at = ctypes.c_uint64.from_address
+#: The words of an array object with its address and its flags (numpy's `PyArrayObject_fields`).
+_DATA, _FLAGS, _C_CONTIGUOUS = object.__basicsize__ // 8, object.__basicsize__ // 8 + 6, 1
+_words_at = (ctypes.c_uint64 * (_FLAGS + 1)).from_address
 
 
 def members(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
@@ -210,7 +210,7 @@ def load(path: Path) -> ctypes.CDLL:
     """
     array = np.zeros((2, 2), np.uint8)
     turned = array.T  # not C-contiguous
-    flags = [_word_at(id(a) + _FLAGS).value & _C_CONTIGUOUS for a in (array, turned)]
+    flags = [_words_at(id(a))[_FLAGS] & _C_CONTIGUOUS for a in (array, turned)]
     if flags != [1, 0] or address(array) != array.ctypes.data:
         message = f"the arrays of numpy {np.__version__} are unknown; install an older version"
         raise NativeError(message)
@@ -267,10 +267,11 @@ def address(array: npt.NDArray[Any]) -> int:
     Read from the array itself: the buffer protocol, on which array.ctypes and ctypes' from_buffer
     build, describes the whole array first and takes several times as long.
     """
-    assert isinstance(array, np.ndarray), "only an array has its address there"
-    place = id(array)
-    assert _word_at(place + _FLAGS).value & _C_CONTIGUOUS, "native code needs a C-contiguous array"
-    return _word_at(place + _DATA).value
+    assert type(array) is np.ndarray or isinstance(array, np.ndarray), "only an array has one"
+    words = _words_at(id(array))
+    assert words[_FLAGS] & _C_CONTIGUOUS, "native code needs a C-contiguous array"
+    place: int = words[_DATA]
+    return place
 
 
 def object_keys(fingerprint: bytes, hashes: Bytes) -> Bytes:

@@ -133,11 +133,13 @@ def test_the_address_of_an_array(dtype: npt.DTypeLike) -> None:
     for part in (array.T, array[:, 1], array[::2], array[::-1]):
         with pytest.raises(AssertionError, match="contiguous"):
             native.address(part)
+    other = array.reshape(-1).view(np.recarray)
+    assert native.address(other) == array.__array_interface__["data"][0], "a subclass is an array"
     with pytest.raises(AssertionError, match="only an array"):
         native.address(memoryview(array.tobytes()))  # type: ignore[arg-type]
 
 
 def test_arrays_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_DATA", native._DATA + 8)
+    monkeypatch.setattr(native, "_DATA", native._DATA + 1)
     with pytest.raises(NativeError, match="numpy"):
         native.load(native._path())
