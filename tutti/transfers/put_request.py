@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -266,13 +266,9 @@ class QueuedPut:
     progress: PutProgress
     left: int
     rows: Rows
-    name: str = field(default="", init=False)
-    granted: int = field(default=0, init=False)
-    launched: int = field(default=0, init=False)
-    ended: int = field(default=0, init=False)
-    written: int = field(default=0, init=False)
-    is_free: bool = field(default=False, init=False)
-    open: OpenParts | None = field(default=None, init=False)
+    open: OpenParts | None = None
+    name, is_free = "", False
+    granted = launched = ended = written = 0
 
     def lost_and_there(self, rows: Rows) -> tuple[int, int]:
         """Of rows that are over: how many were not stored, and how many were there before."""
