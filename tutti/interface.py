@@ -335,6 +335,7 @@ class Store(ABC):
                     "no memory is registered; call allocate_memory() or register() first"
                 )
             raise ConfigError(f"{len(registered)} memories are registered; pass one as memory=")
-        if not any(memory is known for known in registered):
-            raise ConfigError("this memory is not registered; call store.register(memory) first")
-        return memory
+        for known in registered:
+            if known is memory:
+                return known
+        raise ConfigError("this memory is not registered; call store.register(memory) first")

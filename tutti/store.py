@@ -360,9 +360,10 @@ class ObjectStore(Owned, Store):
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         core, known = self._core, self._resources.memories
-        if memory is None and len(known) == 1 and not core.closing and core.failure is None:
+        if core.closing or core.failure is not None:
+            core.check_open()
+        if memory is None and len(known) == 1:
             return known[0].memory
-        core.check_open()
         return self._chosen(memory, known).memory
 
 
