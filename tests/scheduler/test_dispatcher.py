@@ -11,6 +11,7 @@ from scheduler.drive import Linear
 from waiting import wait_until
 
 from tutti.base.callbacks import Guard
+from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     Event,
@@ -319,6 +320,12 @@ def test_a_transfer_whose_announcement_is_being_taken_is_not_overlooked() -> Non
     finally:
         goes_on.set()
         dispatcher.stop()
+
+
+def test_a_policy_without_goes_at_once_decides_on_every_transfer() -> None:
+    dispatcher = Dispatcher(ImmediatePolicy(), PROFILE, clock=ManualClock(0))
+    assert not dispatcher.alone(WriteKnown(0, "put", pages=2, page_nbytes=4096))
+    assert not dispatcher.under_way
 
 
 def test_transfers_that_ended_before_a_decision_are_not_under_way() -> None:

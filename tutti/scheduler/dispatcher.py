@@ -243,13 +243,13 @@ class Dispatcher(Owned):
         Then the caller starts it without a decision, as nothing else waits for one.  over: number
         of transfers that have ended, and whose end was not added yet.
         """
-        goes = getattr(self._scheduler.policy, "goes_at_once", None)
+        policy: Any = self._scheduler.policy
         with self._lock:
-            if goes is None or len(self.under_way) > over:
+            if self.under_way and len(self.under_way) > over:
                 return False
             try:
-                known.at_once = goes(self._scheduler.state, known)
-            except Exception:  # a wrong profile, which the decision reports
+                known.at_once = policy.goes_at_once(self._scheduler.state, known)
+            except Exception:  # no such method, or a wrong profile, which the decision reports
                 return False
             if known.at_once:
                 self.under_way[known.name] = known.pages if type(known) is WriteKnown else 0
