@@ -7,6 +7,7 @@ import copy
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class InFlight(Owned):
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
         self.in_flight = 0  # operations
-        self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
+        self._uses = defaultdict[int, int](int)  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
         # Wakes the queue's thread, which then also calls refill; an interrupted put keeps no lock.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -96,7 +97,10 @@ class InFlight(Owned):
         if self.closing or self.failure is not None:
             self.check_open()
         if memory is not None:
-            self._use(memory)
+            place = id(memory)
+            if place in self._withdrawn:
+                raise ConfigError("this memory is being unregistered; use other memory")
+            self._uses[place] += 1
         self.in_flight += 1
 
     def end(self, memory: PagedMemory | None = None) -> None:
@@ -106,12 +110,6 @@ class InFlight(Owned):
                 self._unuse(memory)
             self.in_flight -= 1
             self.changed.notify_all()
-
-    def _use(self, memory: PagedMemory) -> None:
-        place = id(memory)
-        if place in self._withdrawn:
-            raise ConfigError("this memory is being unregistered; use other memory")
-        self._uses[place] = self._uses.get(place, 0) + 1
 
     def _unuse(self, memory: PagedMemory) -> None:
         place = id(memory)
@@ -175,8 +173,8 @@ class InFlight(Owned):
         """
         if self.ready:
             return
-        if memory is not None:
-            self._use(memory)
+        self.begin(memory)
+        self.in_flight -= 1  # only the memory is in use until the wait is over
         try:
             self.wait_ready(timeout_s)
         finally:
