@@ -46,7 +46,14 @@ from tutti.placement.index import SlotState
 from tutti.transfers.loader import Loader
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.resources import _STUCK
-from tutti.transfers.tickets import LoadPart, LoadProgress, LoadTicket, PutTicket
+from tutti.transfers.tickets import (
+    LoadPart,
+    LoadProgress,
+    LoadTicket,
+    Outcome,
+    PutProgress,
+    PutTicket,
+)
 
 DATA_LBA = GEOMETRY.groups_offset // 4096
 DATA_NLB = GEOMETRY.groups * GEOMETRY.layers * GEOMETRY.layer_stride_nlb
@@ -201,6 +208,16 @@ def test_an_unreadable_slice_fails_its_page_only(rng: np.random.Generator) -> No
         assert caught.value.pages == (4, 5, 6, 7)
         assert ticket.wait_settled(5)
         assert store.match(keys) == 4
+
+
+def test_statuses_of_a_put_are_made_by_the_first_failure_and_kept() -> None:
+    progress, error = PutProgress(3), DeviceTimeout("late")
+    ticket = PutTicket(progress)
+    progress.refuse(np.array([1]), error)
+    assert ticket.failed().tolist() == [1]
+    progress.refuse(np.array([2]), error)
+    assert ticket.failed().tolist() == [1, 2]
+    assert ticket.outcome.tolist() == [Outcome.PENDING, Outcome.FAILED, Outcome.FAILED]
 
 
 def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ class PutProgress(Latch):
     """The state of one put, set with the end of the writer's last batch.  Thread-safe.
 
     begun_s: monotonic time of the start (default: now).
-    outcome: u8 (keys,), an Outcome each.  status: u32 (keys,), NVMe status if a key failed, else 0.
+    outcome: u8 (keys,), an Outcome each.
     refusal: what the pool raised when a part of the put was started or granted.
     slots: of pages of the put that were placed before others.  is_cut: the rest is not written, for
     lack of space or because of a limit (cut_by).  is_lost: an agent did not answer.
@@ -163,8 +163,13 @@ class PutProgress(Latch):
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[PutProgress], None]] = []
         self.outcome: npt.NDArray[np.uint8] = np.zeros(keys, UINT8)  # PENDING
-        self.status: U32 = np.zeros(keys, UINT32)
         self.slots: list[Slots] = []
+
+    @property
+    def status(self) -> U32:
+        """NVMe status of each key that failed, else 0: u32 (keys,).  The first access makes it."""
+        status: U32 = vars(self).setdefault("_status", np.zeros(self.outcome.size, UINT32))
+        return status
 
     def on_done(self, callback: Callable[[PutProgress], None]) -> None:
         """See PutTicket."""
