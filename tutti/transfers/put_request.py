@@ -198,7 +198,8 @@ class OpenParts:
     @property
     def has_room(self) -> bool:
         """Whether one more may be open."""
-        return sum(not grant.is_over for grant in self._every) < OPEN_PARTS_MAX
+        every = self._every
+        return len(every) < OPEN_PARTS_MAX or sum(not g.is_over for g in every) < OPEN_PARTS_MAX
 
     @property
     def done(self) -> int:
