@@ -258,7 +258,7 @@ class Core(InFlight):
 
     def expect(self, pages: int) -> None:
         """A put may bring so many pages soon: there should be room for them.  Lock held."""
-        slots = min(pages, self._expected_most)
+        slots = pages if pages < self._expected_most else self._expected_most
         if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots
             self.wake.put(None)
