@@ -107,15 +107,12 @@ class InFlight(Owned):
         """An operation ended: wakes waiters for space or quiet.  memory: as it began."""
         with self.lock:
             if memory is not None:
-                self._unuse(memory)
+                place = id(memory)
+                self._uses[place] -= 1
+                if not self._uses[place]:
+                    del self._uses[place]
             self.in_flight -= 1
             self.changed.notify_all()
-
-    def _unuse(self, memory: PagedMemory) -> None:
-        place = id(memory)
-        self._uses[place] -= 1
-        if not self._uses[place]:
-            del self._uses[place]
 
     @contextlib.contextmanager
     def withdrawn(self, memory: PagedMemory, timeout_s: float) -> Iterator[None]:
@@ -174,13 +171,12 @@ class InFlight(Owned):
         if self.ready:
             return
         self.begin(memory)
-        self.in_flight -= 1  # only the memory is in use until the wait is over
+        self.in_flight -= 1  # a clear waits for what is in flight, and this for the clear
         try:
             self.wait_ready(timeout_s)
         finally:
-            if memory is not None:
-                self._unuse(memory)
-                self.changed.notify_all()
+            self.in_flight += 1
+            self.end(memory)
 
     def admitted(self, timeout_s: float, memory: PagedMemory | None = None) -> Admitted:
         """Calls ``wait_admitted`` and ``begin``, and counts an operation in flight inside.
