@@ -156,6 +156,7 @@ def test_match_stops_at_a_gap_and_at_a_slot_in_writing() -> None:
     assert index.match(make_keys([5, 6])).tolist() == [5]
     assert index.match(make_keys([99, 0])).size == 0
     assert index.match(make_keys([])).size == 0
+    assert index.match(make_keys([0, 99, 1, 99, 2])[::2]).tolist() == [0, 1, 2]
     index.set_state(as_slots(6), SlotState.READY)
     assert index.match(make_keys([5, 6])).tolist() == [5, 6]
 

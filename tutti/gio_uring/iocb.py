@@ -99,14 +99,14 @@ class PagedMemory:
 
         Raises PageRangeError, ConfigError for duplicates or another number of pages than of keys.
         """
-        array = np.asarray(pages, order="C")
+        array = np.asarray(pages)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise PageRangeError("pages must be a one-dimensional sequence of integers")
         if n is not None and n != array.size:
             raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
         known = array if array.dtype in _COPIED else array.astype(np.int64)
         numbers = np.empty(array.size, UINT32)
-        arguments = (address(known), known.itemsize, array.size, self.pages, address(numbers))
+        arguments = (known.tobytes(), known.itemsize, array.size, self.pages, address(numbers))
         ascends = _native.quick().gio_copy_pages(*arguments)
         if ascends < 0:
             bad = min(0, int(array.min())) or int(array.max())

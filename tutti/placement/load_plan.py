@@ -118,7 +118,7 @@ class LoadPlanner:
         if not index.native.hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        arguments = (self._handle, address(keys), n, index.uses, verify, address(plan.block))
+        arguments = (self._handle, keys.tobytes(), n, index.uses, verify, address(plan.block))
         if start is None:
             runs = quick().tutti_load_plan(*arguments)
         else:
