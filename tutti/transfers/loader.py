@@ -146,7 +146,7 @@ class Loader:
                 if not waits:
                     raise NotAdmitted(f"{core.quiesced_by or 'recovery'} is under way; try again")
                 core.wait_admitted(core.config.timeout_s, memory)
-            progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
+            progress = LoadProgress(pages.size, core.layers, core.guard, core.load_latency)
             core.begin(memory)
             try:
                 settle, every = self._begin(progress, keys, pages, memory, order)

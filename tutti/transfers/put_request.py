@@ -53,7 +53,7 @@ class PutRequest(NamedTuple):
 
         Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
         """
-        n = len(keys)
+        n = pages.size
         if parent is not None:
             check_key("parent", parent)
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
@@ -309,7 +309,7 @@ class PutTogether:
         if len(parts) > 1:
             self.grant = None
             self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
-        elif first.rows.size != len(first.request.keys):
+        elif first.rows.size != first.request.pages.size:
             self.request = first.request.take(first.rows)
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:

@@ -106,7 +106,7 @@ class QuickPuts:
         stays the caller's where nothing was started.  Raises as Engine.submit.
         """
         core, put = self._core, self._put
-        n, memory = len(request.pages), request.memory
+        n, memory = request.pages.size, request.memory
         if request.tenant or request.expiry_64s or memory.path is not None:
             return None
         if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:

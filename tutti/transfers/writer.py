@@ -103,7 +103,7 @@ class Writer:
                     # Not for appended pages: these must not be newer than the start of their chain.
                     core.index.begin_use()
                 request, rows, quick = together.request, parts[0].rows, None
-                n = len(request.keys)
+                n = request.pages.size
                 is_whole = request is parts[0].request or all(
                     part.rows.size == len(part.request.keys) for part in parts
                 )
