@@ -248,8 +248,8 @@ class OpenParts:
 
     def _layers_of(self, grant: PutGrant, end: int) -> int:
         """Layers of a part that correspond to its rows before ``end``."""
-        rows = (end - grant.first) * self._layers
-        return min(self._layers, max(0, -(-rows // self._open[grant])))
+        layers = -((grant.first - end) * self._layers // self._open[grant])
+        return 0 if layers < 0 else layers if layers < self._layers else self._layers
 
 
 @dataclass(eq=False)
