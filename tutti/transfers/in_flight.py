@@ -201,11 +201,4 @@ class Admitted:
             core.begin(self._memory)  # under the same lock: no quiesced begins in between
 
     def __exit__(self, *exception: object) -> None:
-        core = self._core
-        if self._memory is not None:
-            core.end(self._memory)
-            return
-        with core.lock:
-            core.in_flight -= 1
-            if core.in_flight == 0:
-                core.changed.notify_all()
+        self._core.end(self._memory)
