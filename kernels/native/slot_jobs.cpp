@@ -194,7 +194,7 @@ int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, u
                          uint32_t uses, uint32_t verify, uint64_t* plan,
                          const tutti_slot_job* job) {
   const int64_t runs = tutti_load_plan(tables, keys, n, uses, verify, plan);
-  if (runs < 0 || job->memory == nullptr) return runs;
+  if (runs < 0 || job == nullptr) return runs;
   uint64_t* digests = plan + 2 * n;
   uint64_t* marks_words = digests + n * tables->digests->layers;
   const auto* marks = reinterpret_cast<const uint8_t*>(marks_words);

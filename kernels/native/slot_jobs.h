@@ -43,7 +43,7 @@ TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slo
 // As tutti_load_plan. Then submits the load (ignoring job->digests and the opcode) if one job can
 // move it: no object is unproven, and either all needed digests are known or none is needed. The
 // job's words follow the plan. A result below kTuttiNotStarted is kTuttiNotStarted minus an errno
-// of the submission; nothing is pinned then. job->memory 0: submits nothing.
+// of the submission; nothing is pinned then. job 0: submits nothing.
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                    uint32_t uses, uint32_t verify, uint64_t* plan,

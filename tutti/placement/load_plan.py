@@ -119,10 +119,8 @@ class LoadPlanner:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
         arguments = (self._handle, keys.tobytes(), n, index.uses, verify, address(plan.block))
-        if start is None:
-            runs = quick().tutti_load_plan(*arguments)
-        else:
-            runs = quick().tutti_load_start(*arguments, ctypes.byref(start))
+        job = None if start is None else ctypes.byref(start)
+        runs = quick().tutti_load_start(*arguments, job)
         if runs >= 0:
             plan.runs = runs
         elif runs >= -n:
