@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tutti.errors import NativeError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 #: Bytes of a page's hash, without the fingerprint: `kTuttiHashBytesMax`.
 HASH_NBYTES_MAX = 112
 LIBRARY_VARIABLE = "TUTTI_NATIVE_LIBRARY"

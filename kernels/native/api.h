@@ -11,7 +11,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 // Incremented with every incompatible change of a signature or a struct below.
-constexpr uint32_t kTuttiAbiVersion = 10;
+constexpr uint32_t kTuttiAbiVersion = 11;
 
 // Marks an empty table entry; look-ups report an absent key as kTuttiMissing.
 constexpr uint32_t kTuttiNoSlot = 0xFFFFFFFFU;

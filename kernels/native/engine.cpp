@@ -50,7 +50,7 @@ Job::Job(const JobConfig& c)
       gate(c.gated == 0),
       ahead(c.ahead != 0),
       place{c.tag},
-      granted(c.held != 0 ? 0 : c.iocb.n_layers) {
+      granted(c.held != 0 ? c.held - 1 : c.iocb.n_layers) {
   const u32 ends = c.iocb.n_runs * (digests_early ? 2 : 1);
   for (u32 layer = 0; layer < n_layers; ++layer) layer_left[layer] = ends;
   if (config.digest == kDigestNone) return;

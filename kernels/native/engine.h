@@ -43,7 +43,7 @@ struct JobConfig {
   u32 window;       // with words: layer l is issued once `moved` + window > l
   u64 words;        // LayerWords for a mover, zeroed by the caller; or 0
   u64 layer_ns;     // u64[n_layers], when each layer became ready, by the controller's clock; or 0
-  u32 held;         // 1: no layer is issued before gio_job_grant, or timeout_ns
+  u32 held;         // 1 + layers to issue before gio_job_grant, or timeout_ns; 0: all
   u32 ahead;        // loads: 1: after those that are waited for, until this is waited for too
   u64 then;  // JobConfig* of what begins once all of this went well, and is released with it; or 0
   u64 before_then;  // void(u64 context), called before, on whatever thread ended this

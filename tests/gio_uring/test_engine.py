@@ -301,6 +301,15 @@ def test_a_wait_for_layers_is_not_woken_by_the_end_of_other_jobs(rig: Rig) -> No
     assert sleeps and sleeps[0] < others // 2
 
 
+def test_a_held_job_is_submitted_with_as_many_layers_as_wanted(rig: Rig) -> None:
+    for layers in range(1, LAYERS):
+        job = rig.submit(OPCODE_READ, [0, 1], held=1 + layers)
+        assert job.wait_layers(layers, 10)
+        assert not job.wait_layers(layers + 1, 0.05)
+        job.grant(LAYERS, 2**32 - 1, None)
+        assert job.wait_layers(LAYERS, 10)
+
+
 def test_threads_wait_for_different_layers(rig: Rig) -> None:
     job = rig.submit(OPCODE_READ, [0, 1, 2], held=True)
     woken = [threading.Event() for _ in range(LAYERS)]

@@ -68,6 +68,23 @@ def test_a_long_put_is_one_job_that_stops_for_a_load(
         assert (counters["written_pages"], counters["ignored"]) == (16, 0)
 
 
+def test_a_long_put_that_meets_no_other_is_submitted_with_its_grant(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, stoppable: None
+) -> None:
+    """A call for it would wake the threads of the drives once more."""
+    grants: list[Job] = []
+    with scheduled(Schedule(PROFILE), timeout_s=20.0) as store:
+        monkeypatch.setattr(store._queue, "_short", 1)
+        pool = store.allocate_memory(16)
+        contents, keys = fill(pool, np.arange(8), rng), some_keys(rng, 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "grant", lambda job, *_: grants.append(job))
+            assert store.put(keys, np.arange(8)).wait(10).stored == 8
+        assert not grants
+        store.load(keys, np.arange(8, 16)).wait(10)
+        assert [pool.read(page) for page in range(8, 16)] == contents
+
+
 def test_puts_that_stop_lose_nothing(rng: np.random.Generator, stoppable: None) -> None:
     with scheduled(Schedule(Linear(write_gbps=0.01)), timeout_s=20.0) as store:
         pool = store.allocate_memory(24)

@@ -15,13 +15,12 @@ from waiting import wait_until
 
 from store.pools import GEOMETRY, LAYOUT, controller_of, formatted, opened, put_some, some_keys
 from tutti.errors import ConfigError, DeviceTimeout, TuttiError
-from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.policy import Limits
 from tutti.store import ObjectStore
 from tutti.transfers import transfer_queue
-from tutti.transfers.put_request import OPEN_PARTS_MAX, PutPart, PutTogether, QueuedPut
+from tutti.transfers.put_request import OPEN_PARTS_MAX, PutGrant, PutPart, PutTogether, QueuedPut
 
 MANY = Geometry(LAYOUT.layers, LAYOUT.segments, 4096, 4, 64)
 
@@ -188,7 +187,7 @@ def test_a_grant_that_fails_ends_no_put_twice(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(Job, "grant", fails)
+            patch.setattr(PutGrant, "begin", fails)
             assert store.put(some_keys(rng, 4), range(4)).wait_ended(10)
         assert store._core.wait_quiet(10)
         assert store._writer.active == 0

@@ -117,21 +117,23 @@ class PutGrant:
     """How many layers of a part may be written by now, also by jobs that begin later.
 
     first: first row of the part, among the put's rows.  done: rows that are known to be written.
+    layers: with which a job may be submitted; it needs no grant of its own unless that changes.
     error: why a job could not be granted; it was cancelled.
     """
 
     def __init__(self, first: int) -> None:
-        self.first, self.done = first, 0
+        self.first, self.done, self.layers = first, 0, 0
         self.error: CapacityError | None = None
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
         self._grant: tuple[int, int, Callable[[], None] | None] = (0, 0, None)
 
-    def begin(self, job: Job) -> None:
-        """Adds a held job that writes some of the part."""
+    def begin(self, job: Job, layers: int = 0) -> None:
+        """Adds a held job that writes some of the part.  layers: with which it was submitted."""
         with self._lock:
             self._jobs.append(job)
-            self._tell(job)
+            if self._grant != (layers, _NEVER, None):
+                self._tell(job)
 
     def set(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
         """See Job.grant."""
@@ -139,6 +141,7 @@ class PutGrant:
             if on_ready is None and self._grant == (layers, report_at, None):
                 return
             self._grant = layers, report_at, on_ready
+            self.layers = layers if on_ready is None else 0
             for job in self._jobs:
                 self._tell(job)
 

@@ -123,7 +123,7 @@ class QuickPuts:
             if core.engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
                 data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
-            data.held = grant is not None
+            data.held = 0 if grant is None else 1 + grant.layers
             put.keys, put.parents = address(request.keys), address(request.parents)
             put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
             put.uses, put.access_64s = core.index.uses, core.now_64s()
@@ -139,7 +139,7 @@ class QuickPuts:
             core.sequence += n
             core.history.regretted += result - 1
             if grant is not None:  # a job that is never granted ends by its deadline
-                core.guard.call("the grant of a put's layers", grant.begin, job)
+                core.guard.call("the grant of a put's layers", grant.begin, job, data.held - 1)
             return started
         core.engine.forget_job(job)
         if result < 0:
