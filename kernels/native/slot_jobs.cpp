@@ -145,8 +145,12 @@ int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64
   return result < 0 ? result : gio_engine_submit(job->engine, &config, job->job);
 }
 
-int tutti_put_start(const tutti_put* put, uint64_t* words) {
+int tutti_put_start(tutti_put* put, uint64_t* words, const uint8_t* arrays) {
   const uint64_t n = put->n;
+  put->parents = arrays;
+  put->keys = arrays + kTuttiKeyBytes * n;
+  put->depths = reinterpret_cast<const uint32_t*>(arrays + 2 * kTuttiKeyBytes * n);
+  put->data.pages = put->depths + n;
   const PutWords at(*put, words, n);
   const tutti_put_tables& tables = put->tables;
   const auto uses = static_cast<uint32_t>(put->uses);

@@ -76,8 +76,9 @@ struct tutti_put {
 // other put; or an error of gio_engine_submit, with the slots taken. words: slots i64[n], sequence
 // numbers u64[n], digests u64[n][layers], n / 2 + 1 words with the status u32[n] of the data, as
 // many with that of the records, whether the records follow the data, and scratch; in all 24 words,
-// layers + 11 per key, and 3 per command of its slot and of its record.
-TUTTI_API int tutti_put_start(const tutti_put* put, uint64_t* words);
+// layers + 11 per key, and 3 per command of its slot and of its record. arrays: parents, keys,
+// depths and pages, one after another: the put's fields of these names; kept until the release.
+TUTTI_API int tutti_put_start(tutti_put* put, uint64_t* words, const uint8_t* arrays);
 
 // Called after the job's release. If data and records were written, moves the slots to ready,
 // caches the digests, and returns 0; otherwise changes nothing and returns 1.

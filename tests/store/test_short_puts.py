@@ -21,6 +21,7 @@ from store.pools import (
 )
 from tutti.errors import CapacityError
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, STATUS_CAPACITY_EXCEEDED
+from tutti.medium.slot_record import RECORD_DTYPE
 from tutti.scheduler.dispatcher import Schedule
 from tutti.store import ObjectStore
 from tutti.transfers.tickets import Outcome
@@ -168,6 +169,23 @@ def test_a_put_of_any_length_is_found_again(
         assert store.match(keys) == 12
         store.load(keys, range(12, 24)).wait(5)
         assert [pool.read(12 + i) for i in range(12)] == contents
+
+
+def test_records_of_a_short_put_name_its_chain(rng: np.random.Generator) -> None:
+    controller = controller_of(formatted())
+    with opened([], controller=controller) as store:
+        pool = store.allocate_memory(6)
+        contents, keys = fill(pool, range(3), rng), some_keys(rng, 4)
+        put = store.put(keys[1:], [2, 0, 1], parent=keys[0].tobytes(), depth=5)
+        assert put.wait(5).stored == 3
+        table = controller.medium(1)[GEOMETRY.table_offset :].tobytes()
+        records = np.frombuffer(table, RECORD_DTYPE, GEOMETRY.slots)
+        records = records[store._core.index.find(keys[1:])]
+        assert np.array_equal(records["key"], keys[1:])
+        assert np.array_equal(records["parent"], keys[:3])
+        assert records["depth"].tolist() == [5, 6, 7]
+        store.load(keys[1:], [3, 4, 5]).wait(5)
+        assert [pool.read(page) for page in (3, 4, 5)] == [contents[page] for page in (2, 0, 1)]
 
 
 @pytest.mark.parametrize("what", ["data", "records"])

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from tutti.base.arrays import U32, U64, UINT32, Slots
+from tutti.base.arrays import U32, U64, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
 from tutti.gio_uring.nvme_spec import OPCODE_WRITE, PSDT_PRP
@@ -111,27 +111,27 @@ class QuickPuts:
             return None
         if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
-        assert request.keys.shape == request.parents.shape == (n, KEY_NBYTES), "a row per page"
-        assert request.depths.dtype == request.pages.dtype == UINT32, "as native code reads them"
+        arrays = request.parents.tobytes() + request.keys.tobytes()
+        arrays += request.depths.tobytes() + request.pages.tobytes()
+        assert len(arrays) == n * (2 * KEY_NBYTES + 8), "two keys and two 32-bit numbers per page"
         started = self._puts[block]
         started.n = n
-        keep = (started.words, request, memory)
+        keep = (started.words, arrays, memory)
         job = core.engine.open_job(NO_STATUS, keep, partial(ended, started))
         try:
             data = self._data
-            data.memory, data.pages = ctypes.addressof(memory.iocb), address(request.pages)
+            data.memory = ctypes.addressof(memory.iocb)
             if core.engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
                 data.descriptors_max = core.engine.descriptors_of(memory)
             data.job, data.tag = ctypes.addressof(job.native), job.tag
             data.held = 0 if grant is None else 1 + grant.layers
-            put.keys, put.parents = address(request.keys), address(request.parents)
-            put.depths, put.n, put.sequence = address(request.depths), n, core.sequence
+            put.n, put.sequence = n, core.sequence
             put.uses, put.access_64s = core.index.uses, core.now_64s()
             put.first_page = block * self._table.block_records
             put.staging = self._staging + put.first_page * RECORD_NBYTES
             if core.members.superblocks is not self._superblocks:
                 self._look()
-            result = quick().tutti_put_start(self._handle, started.place)
+            result = quick().tutti_put_start(self._handle, started.place, arrays)
         except BaseException:
             core.engine.forget_job(job)
             raise
