@@ -3,7 +3,8 @@
 Phases: `store` puts new objects, evicting once the pool is full; `retrieve` looks up and loads
 batches in random order; `layerwise` loads one long prefix and waits for layer after layer; `mixed`
 stores and retrieves at once. Files are accessed by direct I/O if possible, so that the page cache
-has no influence; the result notes where it is not. The last loads are compared byte by byte.
+has no influence; the result notes where it is not. The last loads are compared byte by byte. The
+pools are files, which are removed at the end.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ order of calls rotates with the rounds.
 
 CPU time is measured, too, with that of the cluster's processes on this machine.  The keys per
 second that the master answers (batch exists) are measured separately.  Without ``--remote`` a
-cluster is started here.
+cluster is started here; every run stores new pages in the cluster.
 """
 
 from __future__ import annotations

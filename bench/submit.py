@@ -1,8 +1,8 @@
 """Measures the CPU cost of submitting a GPU transfer: time, driver calls and argument bytes.
 
-Every engine and mover submits loads of a growing number of pages through a driver that does nothing
-and over a controller that moves nothing.  The same load with more layers gives the cost of a layer;
-the remaining cost is that of the batch.
+Every engine and mover submits loads of a growing number of pages through a driver that only counts
+and over a controller that moves nothing, so neither a GPU nor a drive is needed.  The same load
+with more layers gives the cost of a layer; the remaining cost is that of the batch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 rate: TTFT and ITL against request rate.  bandwidth: retrieve and store against context length.
 prefix: TTFT against the cached prefix.  hit-rate: the same against the share that hits, with
 crossings.  cost: dollars for a million tokens.  share, bubble: how long the GPU waits.  residency:
-reads under a memory limit.  paper: all figures of the papers, from a folder of CSVs.
+reads under a memory limit.  paper: all figures of the papers, from a folder of CSVs.  Without
+matplotlib (pip install matplotlib) only the CSV is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measures a profile for the scheduler: the medium here, compute on a GPU or by a roofline.
 
-Measured points are kept next to the result until the profile is complete, so that an interrupted
-run continues where it stopped.  docs/profile.md describes the JSON.
+Reads and writes are measured separately and at the same time; what the roofline gives is marked as
+estimated.  Measured points are kept next to the result until the profile is complete, so that an
+interrupted run continues where it stopped.  docs/profile.md describes the JSON.
 """
 
 from __future__ import annotations

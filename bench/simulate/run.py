@@ -1,9 +1,8 @@
 """A whole installation in virtual time: servers, nodes, tiers and the scheduler's own policy.
 
-    tutti simulate --workload mooncake --data trace.jsonl --servers 16 --servers-per-node 8
-
-All results are simulated.  `--validate` compares them with published points, `--fit` fits the
-calibration again, and `--paper` writes the CSVs of the Tutti paper's figures.
+Serves a workload and reports latencies.  Times come from a calibration, or from a profile of this
+machine.  All results are simulated.  `--validate` compares them with published points, `--fit` fits
+the calibration again, and `--paper` writes the CSVs of the Tutti paper's figures.
 """
 
 from __future__ import annotations

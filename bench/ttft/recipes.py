@@ -1,7 +1,7 @@
 """`tutti bench serve`: starts one of the compared systems, with one command each.
 
 Every recipe is SGLang's launch command with the same page size and the same DRAM capacity, so that
-only the storage systems differ.  The server's own description is written next to the results.
+only the storage systems differ.  The server runs until Ctrl-C and describes itself in --info.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """`tutti bench ttft`: time to first token against request rate, on a running server.
 
-Every system gets the same prompts at the same times. What a number means is in docs/benchmarks.md.
+Also the time between tokens (ITL, TPOT) and goodput. Every system gets the same prompts at the same
+random (Poisson) times; latencies count from the time when a request is due. With --prefix-tokens,
+sends one prompt at a time and measures against the length of the cached prefix. What a number means
+is in docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """`tutti bench workload`: describes a workload, and writes it for other clients.
 
+The description has lengths, documents, omissions and expected hit rates.
+
 openai: a line is {"messages", "max_tokens", ...}, which sglang.bench_serving, GuideLLM and AIPerf
 read in file order.  mooncake: Mooncake's trace format with 512-token blocks.
 """
