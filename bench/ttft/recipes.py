@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,17 +71,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A system to start.  needs: the module that it needs besides SGLang.
-
-    many_folders: it can use several folders, each on its own SSD.
-    """
+    """A system to start.  needs: the module that it needs besides SGLang."""
 
     name: str
     summary: str
     make: Callable[[RecipeOptions], Launch]
     needs: str = ""
     uses_storage: bool = True
-    many_folders: bool = False
 
 
 def _base(options: RecipeOptions) -> list[str]:
@@ -120,23 +117,14 @@ def _nixl(options: RecipeOptions) -> Launch:
     return Launch(_hierarchical(options, "--hicache-storage-backend", "nixl"), env)
 
 
-def _tutti_hicache(options: RecipeOptions) -> Launch:
-    arguments = server_arguments(
-        HICACHE, options.model, _tutti_options(options, HICACHE), page_size=options.page_size
-    )
-    gigabytes = max(1, options.dram_nbytes // _GB)
-    return Launch([*arguments, "--hicache-size", str(gigabytes)])
-
-
-def _tutti_linker(options: RecipeOptions) -> Launch:
-    given = _tutti_options(options, LINKER)
-    return Launch(server_arguments(LINKER, options.model, given, page_size=options.page_size))
-
-
-def _tutti_options(options: RecipeOptions, mode: str) -> dict[str, Any]:
+def _tutti(mode: str, options: RecipeOptions) -> Launch:
     path = [str(folder) for folder in (options.storage, *options.more_storage)]
     sizes = {"path": path, "capacity": str(options.capacity_nbytes)}
-    return named_options(options.tutti, mode) | sizes
+    given = named_options(options.tutti, mode) | sizes
+    arguments = server_arguments(mode, options.model, given, page_size=options.page_size)
+    if mode == HICACHE:
+        arguments += ["--hicache-size", str(max(1, options.dram_nbytes // _GB))]
+    return Launch(arguments)
 
 
 def _lmcache(options: RecipeOptions) -> Launch:
@@ -164,10 +152,8 @@ RECIPES = {
         Recipe("hicache-dram", "HiCache with host memory", _dram, uses_storage=False),
         Recipe("hicache-file", "HiCache with a file per page", _file),
         Recipe("hicache-nixl", "HiCache with NIXL's POSIX plugin", _nixl, needs="nixl"),
-        Recipe(
-            "tutti-hicache", "HiCache with Tutti as its storage", _tutti_hicache, many_folders=True
-        ),
-        Recipe("tutti-linker", "Tutti without host memory", _tutti_linker, many_folders=True),
+        Recipe("tutti-hicache", "HiCache with Tutti as its storage", partial(_tutti, HICACHE)),
+        Recipe("tutti-linker", "Tutti without host memory", partial(_tutti, LINKER)),
         Recipe("lmcache", "LMCache with host memory and disk", _lmcache, needs="lmcache"),
     )
 }
@@ -252,19 +238,13 @@ def report(result: dict[str, Any]) -> str:
     return facts([("command", command), ("server ended with", result["exit_code"])])
 
 
-def launch_of(name: str, options: RecipeOptions) -> Launch:
-    """Arguments and environment of a system.  Raises ConfigError for an unknown name."""
-    if name not in RECIPES:
-        raise ConfigError(f"no system {name!r}; there are {', '.join(RECIPES)}")
-    return RECIPES[name].make(options)
-
-
 def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
     folders = [folder.absolute() for folder in args.dir]
+    is_tutti = recipe.name.startswith("tutti-")
     if recipe.uses_storage:
         if not folders:
             raise ConfigError(f"{recipe.name} needs --dir, a new folder on the SSD")
-        if len(folders) > 1 and not recipe.many_folders:
+        if len(folders) > 1 and not is_tutti:
             raise ConfigError(f"{recipe.name} keeps all in one folder; name one with --dir")
         for folder in folders:
             if folder.exists() and any(folder.iterdir()) and not args.keep:
@@ -272,14 +252,14 @@ def _launch(recipe: Recipe, args: argparse.Namespace) -> Launch:
                     f"{folder.name} is not empty: what is stored there would be hits of this run; "
                     "name a new folder, or say --keep"
                 )
-    if args.option and not recipe.name.startswith("tutti-"):
+    if args.option and not is_tutti:
         raise ConfigError(f"{recipe.name} does not take --option, which is for Tutti's systems")
     storage, *more_storage = folders or [Path()]
     options = RecipeOptions(
         *(args.model, args.page_size, args.dram, args.capacity, storage, tuple(more_storage)),
         tuple(args.option),
     )
-    launch = launch_of(recipe.name, options)
+    launch = recipe.make(options)
     more = ["--host", args.host, "--port", str(args.port)]
     if "--enable-cache-report" not in launch.arguments:  # else cached tokens are not reported
         more.append("--enable-cache-report")

@@ -28,7 +28,7 @@ from gpu.shards import write
 
 from tutti.arguments import nbytes
 from tutti.bench.environment import describe
-from tutti.bench.ttft.recipes import RECIPES, RecipeOptions
+from tutti.bench.ttft.recipes import RecipeOptions
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ["hbm", "tutti-linker", "tutti-hicache", "hicache-file"]
@@ -119,7 +119,7 @@ class Trial:
         sizes = (GpuServer.page_tokens, args.dram, args.capacity)
         for system in args.systems:
             folder, *more = [pools / system for pools in self._pools]
-            if not RECIPES[system].many_folders:
+            if not system.startswith("tutti-"):
                 more.clear()
             tutti = tuple(args.option)
             options = RecipeOptions(str(model), *sizes, folder, tuple(more), tutti)
