@@ -251,40 +251,30 @@ def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str
     return _read(path)
 
 
-#: Options that every case is given: name, default and meaning.
-_OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
-    ("--out", "bench/results/gpu", "folder of the results"),
-    ("--dir", ".", "folder for the file of the case `files`"),
-    ("--file", "4GiB", "size of that file"),
-    ("--batch", "256MiB", "bytes of a transfer"),
-    ("--layers", 8, "layers of a transfer"),
-    ("--staging", "256MiB", "staging of an engine"),
-    ("--pairs", 7, "pairs of rounds"),
-    ("--round-s", 0.15, "length of a round, seconds"),
-    ("--commit", "", "commit of the code, where git is missing"),
-)
-
-
 def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m tutti.bench.gpu.shards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     option = options(parser)
     option("cases", None, ", ".join(CASES), nargs="*", metavar="CASE")
-    for name, default, what in _OPTIONS:
-        option(name, default, what, type(default))
+    option("--out", "bench/results/gpu", "folder of the results")
+    option("--dir", ".", "folder for the file of the case `files`")
+    option("--file", "4GiB", "size of that file")
+    option("--batch", "256MiB", "bytes of a transfer")
+    option("--layers", 8, "layers of a transfer")
+    option("--staging", "256MiB", "staging of an engine")
+    option("--pairs", 7, "pairs of rounds")
+    option("--round-s", 0.15, "length of a round, seconds")
+    option("--commit", "", "commit of the code, where git is missing")
     option("--minutes", 8.0, "start no row after this time")
     option("--go-on", False, "keep earlier rows of these cases")
     option("--here CASE", None, "run one case in this process")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(words)
     if args.here:
         code = _run_here(args.here, args)
         sys.stdout.flush()
         os._exit(code)  # a context that is stuck is not waited for
     out, began_s = Path(args.out), time.monotonic()
-    given = vars(args)
-    words = [
-        text for name, *_ in _OPTIONS for text in (name, str(given[name[2:].replace("-", "_")]))
-    ]
     try:
         names = cases_to_run(args.cases, out)
     except ConfigError as error:
