@@ -25,150 +25,69 @@ HICACHE, LINKER = "hicache", "linker"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, type (`kind`), default and meaning.
+    """One option: its name, type (`kind`) and default.  What it means is on docs/sglang.md, of the
+    linker's own on docs/sglang-linker.md.
 
     kind: "str", "size", "int", "float", "bool", or "paths" (a string or a list of strings).
-    choices: the allowed values.  minimum: the smallest allowed number, or bytes.  required: has no
-    default.
+    choices: the allowed values.  minimum: the smallest allowed number, or bytes.  required: what to
+    give, of an option without a default.
     """
 
     name: str
     kind: str
-    default: Any
-    meaning: str
+    default: Any = None
     modes: Sequence[str] = (HICACHE, LINKER)
     choices: Sequence[str] = ()
     minimum: float | None = None
-    required: bool = False
+    required: str = ""
 
 
-#: Options of both modes and of HiCache; LINKER_OPTIONS are the others.
+_PATH = (
+    "folder of the pools, on the SSD, made when missing; or a list of folders, files and "
+    "devices, which the ranks share; or unix:SOCKET of the node's agent"
+)
+_CAPACITY = "size of all KV pools below the path, shared equally by the ranks; used at format only"
+_ENGINES = ("auto", "host", "launch", "resident", "persistent")
 OPTIONS: tuple[Option, ...] = (
-    Option(
-        "path",
-        "paths",
-        None,
-        "folder of the pools, on the SSD, made when missing; or a list of folders, files and "
-        "devices, which the ranks share; or unix:SOCKET of the node's agent",
-        required=True,
-    ),
-    Option(
-        "capacity",
-        "size",
-        None,
-        "size of all KV pools below the path, shared equally by the ranks; used at format only",
-        required=True,
-    ),
-    Option(
-        "sidecar_capacity",
-        "size",
-        None,
-        "as capacity, for each additional pool (Mamba, SWA, ...); default: an eighth of it",
-        modes=(HICACHE,),
-        minimum=1,
-    ),
-    Option(
-        "degraded",
-        "bool",
-        False,
-        "open a pool although some of its members are missing; objects on them are misses",
-    ),
-    Option("verify", "str", "always", "which loads are verified by their digests"),
-    Option(
-        "durability",
-        "str",
-        "process",
-        "stored pages survive a crash of the process, or also a power loss (flush)",
-    ),
-    Option(
-        "eviction",
-        "str",
-        "mq",
-        "which objects are evicted when a pool is full: lru: the least recently used; mq: the "
-        "same, but objects that were loaded often stay longer (multi-queue)",
-    ),
-    Option(
-        "write_budget",
-        "size",
-        None,
-        "limit on bytes written to each pool of each rank per day; pages beyond it are not stored",
-    ),
-    Option(
-        "page_cache_share",
-        "float",
-        0.0,
-        "share of free memory that the page cache may use for each pool of each "
-        "rank (0: direct I/O only)",
-    ),
-    Option(
-        "residency",
-        "str",
-        "dynamic",
-        "dynamic: page_cache_share follows the free memory; static: it is applied once",
-    ),
-    Option(
-        "executor", "str", "auto", "how files are accessed", choices=("auto", "uring", "threads")
-    ),
-    Option("timeout_s", "float", 30.0, "deadline of an SSD command", minimum=0.001),
-    Option("model", "str", None, "name of the model in the pools' identity; default: SGLang's"),
-    Option(
-        "weights",
-        "str",
-        None,
-        "version of the weights in the pools' identity; default: that of the checkpoint's files",
-    ),
-    Option(
-        "allow_unwatched_weights",
-        "bool",
-        False,
-        "run without the plugin that notices weight updates; then never update weights in place",
-    ),
-    Option(
-        "kv_events",
-        "bool",
-        False,
-        "tell routers which pages are on disk, by SGLang's KV events (docs/cluster.md)",
-    ),
-    Option(
-        "profile",
-        "str",
-        "auto",
-        "times by which transfers are scheduled: auto (from a cache, measured within 2 s, or "
-        "estimated), a file of `tutti profile`, or off (no scheduling); auto takes an agent's",
-    ),
-    Option(
-        "scheduler_trace",
-        "str",
-        None,
-        "folder into which each rank writes what its scheduler was told and decided, for replays "
-        "(docs/scheduler.md)",
-    ),
-    Option(
-        "service_threads",
-        "int",
-        None,
-        "native threads that serve the files of a pool; default: one for each drive",
-    ),
-    Option(
-        "second_touch",
-        "bool",
-        False,
-        "store a page only when it is offered for the second time: less wear, fewer hits",
-    ),
-    Option(
-        "namespace",
-        "str",
-        "",
-        "namespace of stored pages, for lists, deletion and quotas (docs/node.md)",
-    ),
-    Option(
-        "hugepages",
-        "str",
-        "collapse",
-        "hugepages for the host pool; collapse also moves pages that are in use already",
-        modes=(HICACHE,),
-        choices=("advise", "collapse", "off"),
-    ),
+    Option("path", "paths", required=_PATH),
+    Option("capacity", "size", required=_CAPACITY),
+    Option("sidecar_capacity", "size", minimum=1),
+    Option("degraded", "bool", False),
+    Option("verify", "str", "always"),
+    Option("durability", "str", "process"),
+    Option("eviction", "str", "mq"),
+    Option("write_budget", "size"),
+    Option("page_cache_share", "float", 0.0),
+    Option("residency", "str", "dynamic"),
+    Option("executor", "str", "auto", choices=("auto", "uring", "threads")),
+    Option("timeout_s", "float", 30.0, minimum=0.001),
+    Option("model", "str"),
+    Option("weights", "str"),
+    Option("allow_unwatched_weights", "bool", False),
+    Option("kv_events", "bool", False),
+    Option("profile", "str", "auto"),
+    Option("scheduler_trace", "str"),
+    Option("service_threads", "int"),
+    Option("second_touch", "bool", False),
+    Option("namespace", "str", ""),
+    Option("hugepages", "str", "collapse", (HICACHE,), ("advise", "collapse", "off")),
+    Option("min_tokens", "int", 0, (LINKER,), minimum=0),
+    Option("recompute_us_per_token", "float", 0.0, (LINKER,), minimum=0),
+    Option("max_load_tokens", "int", 0, (LINKER,), minimum=0),
+    Option("max_load_ms", "float", 0.0, (LINKER,), minimum=0),
+    Option("read_ahead_share", "float", 0.5, (LINKER,), minimum=0),
+    Option("backlog_share", "float", 0.25, (LINKER,), minimum=0),
+    Option("load_staging", "size", 256 * MiB, (LINKER,)),
+    Option("store_staging", "size", 256 * MiB, (LINKER,)),
+    Option("gpu_staging", "size", None, (LINKER,)),
+    Option("pin_lookups", "int", 256, (LINKER,)),
+    Option("pin_share", "float", 0.5, (LINKER,), minimum=0.001),
+    Option("load_timeout_s", "float", 60.0, (LINKER,), minimum=0.001),
+    Option("breaker_failures", "int", 3, (LINKER,), minimum=1),
+    Option("breaker_pause_s", "float", 5.0, (LINKER,), minimum=0.001),
+    Option("crawl_mbs", "float", 20.0, (LINKER,), minimum=0),
+    Option("gpu_mover", "str", "auto", (LINKER,), ("auto", "copy-batch", "copy", "kernel")),
+    Option("gpu_engine", "str", "auto", (LINKER,), _ENGINES),
 )
 
 #: Keys of the same JSON object that SGLang itself reads, with their types (`Option.kind`).
@@ -191,7 +110,7 @@ SGLANG_KEYS: Mapping[str, Mapping[str, str]] = {
 
 def option_table(mode: str) -> tuple[Option, ...]:
     """The options of a mode."""
-    return tuple(option for option in (*OPTIONS, *LINKER_OPTIONS) if mode in option.modes)
+    return tuple(option for option in OPTIONS if mode in option.modes)
 
 
 def parse_options(config: Mapping[str, Any] | None, mode: str) -> dict[str, Any]:
@@ -205,7 +124,7 @@ def parse_options(config: Mapping[str, Any] | None, mode: str) -> dict[str, Any]
         if name not in table and name not in SGLANG_KEYS[mode]:
             near = get_close_matches(name, table, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(table)}"
-            if name in {option.name for option in (*OPTIONS, *LINKER_OPTIONS)}:
+            if name in {option.name for option in OPTIONS}:
                 hint = f"it needs --mode {LINKER if mode == HICACHE else HICACHE}"
             raise ConfigError(f"unknown option {name!r} for Tutti's {mode}: {hint}")
     values = {}
@@ -213,7 +132,7 @@ def parse_options(config: Mapping[str, Any] | None, mode: str) -> dict[str, Any]
         value = config.get(name)
         if value is None:
             if option.required:
-                raise ConfigError(f"option {name!r} is missing ({option.meaning}); set it")
+                raise ConfigError(f"option {name!r} is missing ({option.required}); set it")
             values[name] = option.default
         else:
             values[name] = _checked(option, value)
@@ -336,79 +255,3 @@ def _check_range(option: Option, value: Any, number: float) -> None:
 
 def _wrong(option: Option, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"option {option.name!r} is {value!r}; give {wanted}")
-
-
-_PLAIN = tuple(
-    Option(name, kind, default, meaning, modes=(LINKER,), minimum=minimum)
-    for name, kind, default, meaning, minimum in (
-        ("min_tokens", "int", 0, "hits shorter than this are computed instead", 0),
-        ("recompute_us_per_token", "float", 0.0, "time to compute a token's KV (0: unknown)", 0),
-        ("max_load_tokens", "int", 0, "limit on a batch's loaded tokens (0: none)", 0),
-        ("max_load_ms", "float", 0.0, "limit on the load time of a look-up's hits (0: none)", 0),
-        ("read_ahead_share", "float", 0.5, "share of load_staging for waiting requests", 0),
-        (
-            "sidecar_capacity",
-            "size",
-            None,
-            "size of each additional pool (sliding windows, Mamba), over all ranks; "
-            "default: an eighth of capacity",
-            1,
-        ),
-        (
-            "backlog_share",
-            "float",
-            0.25,
-            "share of each pool's pages that may wait to be written; pages beyond it are copied to "
-            "store_staging",
-            0,
-        ),
-        ("load_staging", "size", 256 * MiB, "staging for loads; larger ones bypass it", None),
-        ("store_staging", "size", 256 * MiB, "staging for pages that wait to be written", None),
-        (
-            "gpu_staging",
-            "size",
-            None,
-            "pinned staging of each pool in GPU memory, for loads and as much for stores; default: "
-            "twice four layers of the longest context, 64 MiB to 4 GiB, at most 1/16 of the "
-            "node's memory",
-            None,
-        ),
-        ("pin_lookups", "int", 256, "later look-ups that do not evict a found page", None),
-        ("pin_share", "float", 0.5, "share of the pool that such pages may be", 0.001),
-        ("load_timeout_s", "float", 60.0, "deadline of a batch's load", 0.001),
-        ("breaker_failures", "int", 3, "consecutive failures after which the SSD is not used", 1),
-        ("breaker_pause_s", "float", 5.0, "time between probes of an SSD that failed", 0.001),
-        (
-            "crawl_mbs",
-            "float",
-            20.0,
-            "a load of more than a second that is slower than this (MB/s) counts as a failure",
-            0,
-        ),
-    )
-)
-
-LINKER_OPTIONS: tuple[Option, ...] = (
-    *_PLAIN,
-    Option(
-        "gpu_mover",
-        "str",
-        "auto",
-        "how pages in GPU memory are copied: copy-batch: one cuMemcpyBatchAsync per layer; "
-        "copy: one call per piece; kernel: a kernel on as many multiprocessors as profile says; "
-        "auto: the better of the first two that the driver has, and a kernel for 64 and more "
-        "fragments below 28 KiB",
-        modes=(LINKER,),
-        choices=("auto", "copy-batch", "copy", "kernel"),
-    ),
-    Option(
-        "gpu_engine",
-        "str",
-        "auto",
-        "what submits the commands for pages in GPU memory: host: the CPU; launch: short kernels; "
-        "resident: one kernel per layer; persistent: one kernel for all layers; auto: host, unless "
-        "another is at least a tenth faster by profile",
-        modes=(LINKER,),
-        choices=("auto", "host", "launch", "resident", "persistent"),
-    ),
-)
