@@ -1,8 +1,8 @@
 """Everything that Tutti takes from SGLang 0.5.23, in one place.
 
 Another version of SGLang needs changes only here or in a sibling of this file: no other module of
-the integration imports SGLang's modules, except the linker's own adapter.  Page hashes become keys
-in `linker.py` and `host/host_store.py`.
+the integration imports SGLang's modules, except the linker's own adapter.  What other modules take
+from here is imported `as` itself.  Page hashes become keys in `linker.py` and `host/host_store.py`.
 """
 
 from __future__ import annotations
@@ -16,49 +16,29 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolution_result
-from sglang.srt.disaggregation.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    StorageMedium,
-    is_kv_publisher_rank,
-)
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared as AllBlocksCleared
+from sglang.srt.disaggregation.kv_events import BlockRemoved as BlockRemoved
+from sglang.srt.disaggregation.kv_events import BlockStored as BlockStored
+from sglang.srt.disaggregation.kv_events import StorageMedium as StorageMedium
+from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
 from sglang.srt.environ import EnvField, envs
-from sglang.srt.mem_cache.events import KVCacheEventRecorder
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
-from sglang.srt.mem_cache.utils import get_hash_str
-from sglang.srt.mem_cache.utils import hash_str_to_int64 as block_hash
-from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.mem_cache.events import KVCacheEventRecorder as KVCacheEventRecorder
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo as HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy as PoolHitPolicy
+from sglang.srt.mem_cache.hicache_storage import PoolName as PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer as PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as PoolTransferResult
+from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
+from sglang.srt.observability.metrics_collector import StorageMetrics as StorageMetrics
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from tutti.errors import ConfigError, Unsupported
 from tutti.integration.sglang.identity import ServedModel, version_at_start
 from tutti.integration.sglang.launch import VERSIONS, WEIGHTS_FROM, installed_version
 
-__all__ = [
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "HiCacheStorage",
-    "HiCacheStorageConfig",
-    "HiCacheStorageExtraInfo",
-    "KVCacheEventRecorder",
-    "PoolHitPolicy",
-    "PoolName",
-    "PoolTransfer",
-    "PoolTransferResult",
-    "StorageMedium",
-    "StorageMetrics",
-    "block_hash",
-]
+block_hash = hash_str_to_int64
 _log = logging.getLogger(__name__)
 
 
