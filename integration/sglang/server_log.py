@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 
 from tutti.integration.sglang.metrics import LOAD, STORE, Metrics
@@ -19,8 +20,8 @@ class ErrorLog:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._reported: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
+        self._reported: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, message: object) -> None:
         """Counts an error; logs the first one of its kind."""
@@ -30,7 +31,7 @@ class ErrorLog:
     def tell(self, kind: str, message: object) -> None:
         """Logs the first event of a kind that is not an error."""
         with self._lock:
-            self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.counts[kind] += 1
             first = self.counts[kind] == 1
             if first:
                 self._reported[kind] = 1
@@ -40,12 +41,8 @@ class ErrorLog:
     def repeats(self) -> dict[str, int]:
         """Number of repetitions of each kind since the last call; empty if there were none."""
         with self._lock:
-            grown = {
-                kind: count - self._reported[kind]
-                for kind, count in self.counts.items()
-                if count > self._reported[kind]
-            }
-            self._reported = dict(self.counts)
+            grown = self.counts - self._reported  # without those that did not grow
+            self._reported = self.counts.copy()
         return grown
 
 
