@@ -5,14 +5,14 @@ each put must make room for all blocks that its request missed, a window at a ti
 reserve free. A policy that refuses blocks may exceed it.
 
 `by_classes` is for policies that do not know the future, also if they refuse blocks. After each use
-of a block, the policy decides for how many requests to keep it, or not to store it. It knows the block's class: its number of uses and its
-depth, each rounded to a power of two, and optionally the gap before this use. Ages are known
-exactly, because a keeping time is an age. For each class the hits and the occupied slots follow
-from the gaps in the trace, as functions of the keeping time. The bound fills the slots with the
-most hits per slot and request, over all classes: a fractional knapsack over concave hulls. It is
-the hazard rate ordering of Panigrahy, Nain, Neglia, Towsley (A New Upper Bound on Cache Hit
-Probability for Non-Anticipative Caching Policies, arXiv 2106.06457), with hazards fitted to the
-trace after the fact, for caches that do not fetch ahead.
+of a block, the policy decides for how many requests to keep it, or not to store it. It knows the
+block's class: its number of uses and its depth, each rounded to a power of two, and optionally the
+gap before this use. Ages are known exactly, because a keeping time is an age. For each class the
+hits and the occupied slots follow from the gaps in the trace, as functions of the keeping time. The
+bound fills the slots with the most hits per slot and request, over all classes: a fractional
+knapsack over concave hulls. It is the hazard rate ordering of Panigrahy, Nain, Neglia, Towsley (A
+New Upper Bound on Cache Hit Probability for Non-Anticipative Caching Policies, arXiv 2106.06457),
+with hazards fitted to the trace after the fact, for caches that do not fetch ahead.
 
 It bounds the expected hits of policies whose keeping times depend, within a class, on nothing that
 is correlated with the block's own next use. The bound is loose: the distribution of the gaps is

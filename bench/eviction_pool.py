@@ -149,9 +149,17 @@ class Pool:
         resident = index.resident()
         if history.by_uses and fresh is not None:
             resident &= history.uses < history.missed(fresh, index.uses)
-        order = index.access, index.depth, self.group_slots
-        reuse = history.uses, index.uses, history.lifetime_bits, history.by_uses
-        view = EvictionView(resident, self._kept, *order, *reuse)
+        view = EvictionView(
+            resident,
+            self._kept,
+            index.access,
+            index.depth,
+            self.group_slots,
+            history.uses,
+            index.uses,
+            history.lifetime_bits,
+            history.by_uses,
+        )
         policy = _POLICIES[self.policy]
         if self.part_slots is not None:
             policy = _Parts(policy, self.part_slots)

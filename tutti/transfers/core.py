@@ -160,12 +160,20 @@ class Core(InFlight):
 
     def choose_victims(self, n: int, among: Mask) -> Slots:
         """Slots to evict, at least ``n`` of a mask if the policy finds so many.  Lock held."""
-        index, history, policy = self.index, self.history, self.config.eviction_policy
+        index, policy = self.index, self.config.eviction_policy
         assert policy is not None, "checked by StoreConfig"
         # The policy does not see pinned objects: the rest of their group is evicted as usual.
-        order = index.access, index.depth, self.geometry.group_slots
-        reuse = history.uses, index.uses, history.lifetime_bits, history.by_uses
-        view = EvictionView(index.resident() & ~index.pinned & among, index.busy(), *order, *reuse)
+        view = EvictionView(
+            index.resident() & ~index.pinned & among,
+            index.busy(),
+            index.access,
+            index.depth,
+            self.geometry.group_slots,
+            self.history.uses,
+            index.uses,
+            self.history.lifetime_bits,
+            self.history.by_uses,
+        )
         victims = np.ascontiguousarray(policy.victims(view, n), np.int64)
         if victims.size:
             self.counters.evicted += victims.size
