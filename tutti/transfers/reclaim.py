@@ -98,10 +98,13 @@ class Reclaimer:
         state = (core.lookup_pins.changes, core.counters.stored, core.index.unpins, *paused)
         if state == self._nothing_at and not kept.size:
             return
-        among = np.ones(core.index.slots, np.bool_)
-        among[kept] = False
+        limit = 256  # more uses than are counted
         if history.by_uses and keys is not None:
-            among &= history.uses < history.missed(keys, core.index.uses)
+            limit = history.missed(keys, core.index.uses)
+            if limit == 1:
+                return  # every object has been used
+        among = history.uses < limit
+        among[kept] = False
         evicted = self.evict(2 * reserve + extra - available, among)
         if not (evicted or kept.size or history.by_uses):
             self._nothing_at = state  # looking again would find the same
