@@ -293,6 +293,39 @@ def test_init_files_hold_a_docstring_alone() -> None:
     report([extra for p in paths for extra in init_extras(p)], "move these into a module")
 
 
+@functools.cache
+def defined(path: str) -> set[str]:
+    """Names that a module may define, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(text(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_what_tests_import_exists() -> None:
+    """mypy checks the package alone, and tests that need a GPU or SGLang run seldom."""
+    modules, missing = {}, []
+    for path in sources(SHIPPED, ".py"):
+        dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        modules[dotted if dotted.split(".")[0] == "tutti" else f"tutti.{dotted}"] = path
+    for path in sources(("tests/", "examples/"), ".py"):
+        for node in ast.walk(ast.parse(text(path))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "tutti":
+                continue
+            known = defined(modules[node.module]) if node.module in modules else set()
+            missing += [
+                f"{path}:{node.lineno}: {node.module}.{alias.name}"
+                for alias in node.names
+                if alias.name not in known and f"{node.module}.{alias.name}" not in modules
+            ]
+    report(missing, "the package has no such names")
+
+
 def test_every_folder_has_an_import_contract() -> None:
     contracts = tomllib.loads(text("pyproject.toml"))["tool"]["importlinter"]["contracts"]
     covered = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}

@@ -26,7 +26,7 @@ from tutti.bench.figures import run as figures
 from tutti.bench.figures.data import read_csv
 from tutti.bench.ttft import run as ttft
 from tutti.bench.ttft.output import read_result
-from tutti.bench.ttft.recipes import RECIPES, RecipeOptions, launch_of
+from tutti.bench.ttft.recipes import RECIPES, RecipeOptions
 from tutti.integration.sglang.launch import refused_arguments
 
 # Starting a server takes 10 s on an idle machine, and one test waits for another's server.
@@ -58,7 +58,7 @@ def test_hits_come_from_the_store_and_the_server_says_so(
     system: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     options = RecipeOptions(str(tiny_model), PAGE, 10**9, 64 << 20, tmp_path / "pools")
-    launch = launch_of(system, options)
+    launch = RECIPES[system].make(options)
     assert not launch.daemon
     with Server(tiny_model, tmp_path / "log", launch.arguments, env=launch.env) as server:
         sweep = measured(
@@ -143,7 +143,7 @@ def served(name: str, model: Path, folder: Path) -> Iterator[int]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_installed_sglang_takes_every_recipe(name: str, tmp_path: Path) -> None:
     options = RecipeOptions("some/model", PAGE, 10**9, 64 << 20, tmp_path / "pools")
-    assert refused_arguments(launch_of(name, options).arguments) == ""
+    assert refused_arguments(RECIPES[name].make(options).arguments) == ""
 
 
 def _check_sweep(result: dict[str, Any], system: str) -> None:

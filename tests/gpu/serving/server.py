@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from server_nursery import die_with_parent
 from sglang_server import Server, ServerFailed, free_port
 
-from tutti.bench.ttft.recipes import RECIPES, RecipeOptions, launch_of
+from tutti.bench.ttft.recipes import RECIPES, RecipeOptions
 from tutti.bench.ttft.server_control import public
 from tutti.integration.sglang.launch import server_environment
 from tutti.integration.sglang.options import HICACHE
@@ -46,7 +46,7 @@ class GpuServer(Server):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._lock = -1  # these servers take no turns
-        launch = launch_of(system, options)
+        launch = RECIPES[system].make(options)
         command = [sys.executable, "-m", "sglang.launch_server", *launch.arguments, *arguments]
         command += ["--port", str(self.port)]
         if "--enable-cache-report" not in command:
