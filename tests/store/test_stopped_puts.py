@@ -20,6 +20,7 @@ from tutti.scheduler.dispatcher import Schedule
 from tutti.scheduler.policy import Limits
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.transfers import transfer_queue
+from tutti.transfers.put_request import PutGrant
 
 
 @pytest.fixture
@@ -83,6 +84,36 @@ def test_a_long_put_that_meets_no_other_is_submitted_with_its_grant(
         assert not grants
         store.load(keys, np.arange(8, 16)).wait(10)
         assert [pool.read(page) for page in range(8, 16)] == contents
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.02])
+def test_a_stop_right_after_the_submission_with_a_grant_loses_nothing(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, stoppable: None, late_s: float
+) -> None:
+    """The grant does not know the job yet, which may even have ended."""
+    begin = PutGrant.begin
+    stopped: list[tuple[str, int]] = []
+
+    def stop_first(grant: PutGrant, job: Job, layers: int = 0) -> None:
+        time.sleep(late_s)
+        for name in [] if stopped else list(store._queue._puts):
+            stopped.append((name, layers))
+            store._queue.stop_write(name)
+        begin(grant, job, layers)
+
+    with scheduled(Schedule(PROFILE), timeout_s=20.0) as store:
+        monkeypatch.setattr(store._queue, "_short", 1)
+        pool = store.allocate_memory(16)
+        contents, keys = fill(pool, np.arange(8), rng), some_keys(rng, 8)
+        monkeypatch.setattr(PutGrant, "begin", stop_first)
+        assert store.put(keys, np.arange(8)).wait(10).stored == 8
+        assert [layers for _, layers in stopped] == [store._core.layers]
+        store.load(keys, np.arange(8, 16)).wait(10)
+        assert [pool.read(page) for page in range(8, 16)] == contents
+        wait_idle(store.scheduler)
+        counters = store.scheduler.counters()
+        assert (counters["written_pages"], counters["ignored"]) == (8, 0)
+        assert store._core.wait_quiet(10) and not store._queue._open
 
 
 def test_puts_that_stop_lose_nothing(rng: np.random.Generator, stoppable: None) -> None:
