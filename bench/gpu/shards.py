@@ -233,7 +233,7 @@ def _run_apart(name: str, argv: list[str], out: Path, left_s: float) -> dict[str
         left_s = until_s - time.monotonic()
         if left_s < _LEFT_S:
             break
-        command = [sys.executable, "-m", "tutti.bench.gpu.shards", *argv, "--here", name]
+        command = [sys.executable, "-m", "tutti.bench.gpu.shards", "--here", name, *argv]
         try:
             done = subprocess.run(
                 [*command, "--minutes", str(left_s / 60)], env=env, timeout=left_s + _ROW_S / 2
