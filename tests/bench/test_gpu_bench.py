@@ -310,7 +310,7 @@ def test_a_process_that_dies_or_hangs_costs_its_row(
     runs = iter([("a", -11), ("b", None), ("", 0)])
 
     def run(command: list[str], **_: object) -> SimpleNamespace:
-        assert command[-4:-1] == ["--here", "ceiling", "--minutes"]
+        assert (command[3:5], command[-2]) == (["--here", "ceiling"], "--minutes")
         row, code = next(runs)
         content = gpu._read(tmp_path / "ceiling.json") or {"case": "ceiling", "rows": []}
         content |= {"complete": not row, "machine": {}} | ({"running": row} if row else {})
