@@ -62,6 +62,7 @@ POOLS: Mapping[str, tuple[str, str, str]] = {
     "free_objects": ("gauge", "free_objects", "slots that are free"),
     "write_budget_bytes": ("gauge", "write_budget_nbytes", "bytes per day that puts may write"),
     "pinned_objects": ("gauge", "pinned_objects", "objects that an operator pinned"),
+    "evicts_by_uses": ("gauge", "evicts_by_uses", "1 if what is used most is kept"),
 }
 #: Of namespaces with a quota: (key of one, type, meaning).
 NAMESPACES: Mapping[str, tuple[str, Any, str]] = {

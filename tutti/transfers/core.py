@@ -337,6 +337,7 @@ class Core(InFlight):
             ),
             "eviction": given if isinstance(given, str) else type(given).__name__,
             "evicted_too_early": self.history.regretted,
+            "evicts_by_uses": self.history.by_uses,
             "callback_errors": self.guard.errors,
             "load_latency": self.load_latency.as_dict(),
             "store_latency": self.store_latency.as_dict(),
