@@ -173,7 +173,7 @@ def test_few_uses_go_first_while_what_is_in_use_does_not_fit() -> None:
     assert not history.by_uses, "both keys would be found again"
 
 
-def test_what_is_kept_may_be_replaced_once_nobody_uses_it() -> None:
+def test_objects_that_are_kept_can_be_replaced_after_their_last_use() -> None:
     history = ReuseHistory(SLOTS, chooses=True)
     in_turn(history, 3 * SLOTS // 2, 1, 8 * SLOTS)
     assert history.by_uses

@@ -101,7 +101,7 @@ class Medium(ExitStack):
         return io
 
     def _write_once(self, io: BlockIo, wrote: Callable[[int, int], None]) -> None:
-        """Writes what will be read: a drive answers for blocks that nobody wrote without a read."""
+        """Writes what will be read: a drive answers at once for blocks that were never written."""
         members, noise = len(self._paths), self._rng.bytes(_GROUP_NBYTES)
         for group in range(self._groups):
             wrote(group * _GROUP_NBYTES, self._groups * _GROUP_NBYTES)

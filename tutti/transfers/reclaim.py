@@ -84,8 +84,8 @@ class Reclaimer:
     def top_up(self, extra: int, kept: Slots = NO_SLOTS, keys: Keys | None = None) -> None:
         """Evicts when fewer slots than the reserve and ``extra`` are free or on their way to that.
 
-        Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.  If objects
-        with few uses go first, a put evicts none with as many as its own, and there is no reserve.
+        Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.  While uses
+        decide, a put evicts only objects with fewer uses than its own, and there is no reserve.
         """
         core, paused, history = self._core, self.faults.paused, self._core.history
         history.choose()
