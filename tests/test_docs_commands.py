@@ -109,7 +109,7 @@ def local(command: str, folder: Path) -> list[str]:
     command = inner[1] if inner else command
     more = next((words for start, words in SMALL.items() if command.startswith(start)), "")
     words = [word for word in shlex.split(f"{command} {more}") if word != "..."][1:]
-    words = [re.sub(r"^/(nvme|mnt|run|dev)\b", f"{folder}/\\1", word) for word in words]
+    words = [re.sub(r"^/(mnt|run|dev)\b", f"{folder}/\\1", word) for word in words]
     if words[0] == "profile":
         words = [str(folder / word) if word == "profile.json" else word for word in words]
     return ["256MiB" if re.fullmatch(r"\d+[GT]iB", word) else word for word in words]
@@ -121,13 +121,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     may have run in another process.
     """
     top = tmp_path_factory.mktemp("docs")
-    for name in ("mnt/nvme/tutti/MODEL", "nvme/tutti", "mnt/a", "mnt/b", "run/user/1000"):
+    for name in ("mnt/nvme/tutti/MODEL", "mnt/a", "mnt/b", "run/user/1000"):
         (top / name).mkdir(parents=True)
     shutil.copytree(ROOT / "docs" / "figures", top / "docs" / "figures")
     trace = top / "Mooncake/FAST25-release/traces/synthetic_trace.jsonl"
     trace.parent.mkdir(parents=True)
     trace.write_text("\n".join(one.to_json() for one in generate(Synthetic(requests=9))))
-    for pool in ("nvme/pool.tutti", "mnt/nvme/tutti/MODEL/kv-tp0-pp0-cp0-dp0.tutti"):
+    for pool in ("mnt/nvme/pool.tutti", "mnt/nvme/tutti/MODEL/kv-tp0-pp0-cp0-dp0.tutti"):
         assert main(["format", str(top / pool), "--capacity", "64MiB", "--model", "tiny"]) == 0
     members = [str(top / member) for member in ("mnt/a/tutti", "mnt/b/tutti")]
     assert main(["format", *members, "--capacity", "64MiB", "--model", "tiny"]) == 0
