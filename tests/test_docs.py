@@ -182,3 +182,18 @@ def test_links_lead_somewhere() -> None:
     for page in pages():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name after the #: GitHub's names of the page's headings."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_links_lead_to_headings() -> None:
+    found = {page.resolve(): anchors(page) for page in pages()}
+    for page in found:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            there = (page.parent / target).resolve() if target else page
+            assert anchor in found[there], f"{page.name} links to {target}#{anchor}"
