@@ -1,4 +1,4 @@
-"""`tutti bench eviction`: hit rates of the eviction policies on request traces, without bytes.
+"""Counts hits of the eviction policies on request traces, without bytes.
 
 Index, allocator, policies and the history of reuse are the product's code; only the medium is left
 out, so that a victim is free at once. A request looks up its blocks, loads the prefix that hits,

@@ -1,4 +1,4 @@
-"""`tutti bench placement`: LBAs of commands to a drive, in the order of submission.
+"""Shows the LBAs of commands to a drive, in the order of submission.
 
 Reads a trace of QEMU's emulated NVMe drive that `tests/qemu/placement.py` records while a guest
 stores and loads the same prompts in a pool and in one file per page. Writes STEM.json with every

@@ -38,7 +38,7 @@ NUMBERS: Mapping[str, tuple[str, str, str]] = {
     "waiting_writes": ("gauge", "writes_waiting", "puts of the queue that are not over"),
     "deferred_pages": ("counter", "deferred_pages", "pages whose write waited for slack"),
     "forced_pages": ("counter", "forced_pages", "pages written while loads waited"),
-    "slack_seconds": ("counter", "slack_s", "device time of writes for which no load waited"),
+    "slack_seconds": ("counter", "slack_s", "device time of writes in the slack of loads"),
 }
 #: Of each drive, by direction (read, write): name, type and meaning.
 DRIVES: Mapping[str, tuple[str, str]] = {

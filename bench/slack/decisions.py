@@ -1,4 +1,4 @@
-"""`tutti bench decisions`: the cost of the scheduler's decisions, in a pool and a simulated server.
+"""Measures the cost of the scheduler's decisions, in a pool and a simulated server.
 
 The pool's events are recorded while it loads and stores on a real file, and then replayed to a new
 scheduler, whose decisions are the same and are timed.  On the simulated server every decision is

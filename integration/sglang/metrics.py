@@ -24,7 +24,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     **DRIVES,
     "hit_pages": ("counter", "pages that a look-up found"),
     "miss_pages": ("counter", "pages that a look-up did not find"),
-    "refused_pages": ("counter", "pages found by look-ups that the options leave to be computed"),
+    "refused_pages": ("counter", "pages found but computed again: options, or loading is slower"),
     "moved_pages": ("counter", "pages moved, by direction"),
     "moved_bytes": ("counter", "bytes moved, by direction; read-ahead counts once, used or not"),
     "busy_seconds": ("counter", "time with a transfer in flight, by direction"),

@@ -46,7 +46,7 @@ _PATH = (
     "folder of the pools, on the SSD, made when missing; or a list of folders, files and "
     "devices, which the ranks share; or unix:SOCKET of the node's agent"
 )
-_CAPACITY = "size of all KV pools below the path, shared equally by the ranks; used at format only"
+_CAPACITY = "size of all KV pools below the path, shared by the ranks; used when one is made"
 _ENGINES = ("auto", "host", "launch", "resident", "persistent")
 OPTIONS: tuple[Option, ...] = (
     Option("path", "paths", required=_PATH),

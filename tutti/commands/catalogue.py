@@ -148,7 +148,7 @@ def _ls(args: argparse.Namespace, name: str) -> CommandResult:
     chains.sort(key=len, reverse=True)
     shown = chains[: args.limit]
     rows = [_row(chain, page_size, names) for chain in shown]
-    headings = ["first page", "last page", "tokens", "size", "age", "hits", "pinned", "expires"]
+    headings = ["first page", "last page", "tokens", "size", "age", "loads", "pinned", "expires"]
     if any(row[-1] for row in rows):
         headings.append("namespace")
     rows = [row[: len(headings)] for row in rows]
@@ -300,7 +300,8 @@ def _prompt_keys(store: Store, file: str) -> Keys:
     if not found:
         raise NotThere(
             f"no page of this prompt of {tokens.size} tokens is in the pool; pages of SGLang are"
-            " found where sglang is installed, unless they have a salt or updated weights"
+            " found where sglang is installed, unless they were stored with a cache salt or after an"
+            " update of weights"
         )
     return keys[:found]
 

@@ -61,7 +61,7 @@ def run_fsck(args: argparse.Namespace) -> CommandResult:
     result, text = _result(report, repaired), _text(report, repaired)
     if args.reuse_quarantined:
         result["reused"] = reused
-        text += f"\nSlots taken back from quarantine: {reused}."
+        text += f"\nQuarantined slots that are free again: {reused}."
     if left := replacement.leftovers(paths):
         text += f"\n{replacement.remedy(left)}"
     result["left_of_resize"] = left

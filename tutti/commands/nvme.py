@@ -20,7 +20,8 @@ example:
   tutti nvme list
   tutti nvme list --all --json"""
 _HINTS = """\
-To use a free device: tutti format PATH ...; the generic device (/dev/ng...) has the shorter path.
+To use a free device: tutti format PATH ...; its generic device (/dev/ng...) bypasses the block
+layer.
 To overwrite a device, add --force SERIAL. A device in use is refused."""
 
 

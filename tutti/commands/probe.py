@@ -27,7 +27,7 @@ _BACKINGS = {
 }
 _SCHEDULERS = {
     "compiled": "compiled",
-    "interpreted": "interpreted: a decision takes three times as long; it needs mypy",
+    "interpreted": "interpreted: a decision takes three times as long; install Tutti with mypy",
 }
 
 

@@ -60,7 +60,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     option = options(parser)
     option("--folder DIR", None, "folder of pools, one per layout")
-    what = "limit on the total size of the pools in the folder; PATH keeps its own size"
+    what = "total size of the pools in the folder, 0: make none; PATH keeps its own size"
     option("--capacity SIZE", 0, what, nbytes)
     option("--socket PATH", None, "Unix socket to listen on (mode 0600)", required=True)
     what = "serve Prometheus metrics at http://HOST:PORT/metrics (default host 127.0.0.1)"

@@ -100,7 +100,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
     option = options(parser)
     option("--model", None, "folder or name of the model", required=True)
-    option("--capacity", None, "total size of all pools, e.g. 2TiB", nbytes_text, required=True)
+    option("--capacity SIZE", None, "total size of all pools, e.g. 2TiB", nbytes_text, required=True)
     _add_common(parser, path_required=True)
     what = f"memory layout of SGLang's host pool, with --mode {HICACHE}"
     option("--layout", LAYOUT, what, sorted(IO_BACKENDS))
@@ -114,7 +114,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DOCTOR, _DOCTOR_EXAMPLE
-    options(parser)("--capacity", 0, "check that this much space is free", nbytes)
+    options(parser)("--capacity SIZE", 0, "check that this much space is free", nbytes)
     _add_common(parser, path_required=False)
     parser.set_defaults(run=run_doctor)
 
@@ -308,7 +308,7 @@ def _sglang(mode: str, page_size: int) -> Iterator[CheckResult]:
     yield _either("page size", page_size >= 16, f"{page_size} tokens", small)
     yield CheckResult("admin key", "unknown", f"{_NO_ADMIN_KEY}start SGLang with one")
     if mode == LINKER:
-        yield CheckResult("mode", "ok", "linker: pages keep SGLang's own layout")
+        yield CheckResult("mode", "ok", "linker")
 
 
 def _compiler() -> CheckResult:
@@ -365,7 +365,7 @@ def _device(place: Place) -> CheckResult:
     try:
         check_exist([place.path])
         if is_drive(place.path):
-            return CheckResult("device", "unknown", f"{place.path}, see docs/vfio.md")
+            return CheckResult("device", "unknown", f"{place.path}, not looked at; see docs/vfio.md")
         if is_labelled(place.path):
             return CheckResult("device", "ok", f"{_place_text(place)}, labelled for a server")
         text = f"{place.path} is not labelled; if `{shlex.join(['tutti', 'info', place.path])}`"

@@ -22,15 +22,15 @@ from tutti.node.connect import AGENT, connect
 
 _DESCRIPTION = """\
 Shows the counters of an agent's pools (`tutti serve`) since they were opened. With --watch, prints
-one line per interval for one pool, until Ctrl-C; with --json on stderr. "away" in a line: the agent
-does not answer. Without --watch that is an error."""
+one line per interval for one pool, until Ctrl-C; with --json on stderr. A line says "away"
+while the agent does not answer; without --watch the command fails then."""
 _EXAMPLE = """\
 example:
   tutti stat unix:/run/user/1000/tutti.sock --watch 5
 
 `tutti info` shows the pool of a file that is not open."""
 _HEADINGS = (
-    *("time", "used", "hits", "read GB/s", "write GB/s", "load p99", "store p99"),
+    *("time", "used", "hit rate", "read GB/s", "write GB/s", "load p99", "store p99"),
     *("dropped", "evicted", "errors", "clients"),
 )
 _COUNTERS = (

@@ -199,7 +199,7 @@ def kv_pool_group(params: Any, components: Collection[Any]) -> KvPoolGroup:
         _check_pool(entry.device_pool, None)
         pools[str(entry.name)] = KvPool(entry, entry.page_size)
     if all(pool.trailing for pool in pools.values()):
-        raise Unsupported(f"no pool of {type(kvcache).__name__} is kept by KV page; {_HICACHE}")
+        raise Unsupported(f"no KV of {type(kvcache).__name__} is in pages; {_HICACHE}")
     return KvPoolGroup(
         pools,
         group.num_layers,

@@ -158,7 +158,7 @@ class DriveRescue(Owned):
                 self.outcomes[self.look()] += 1
             except TuttiError:
                 self._has_failed = True
-                _log.exception("a drive can neither be reset nor given up; close it")
+                _log.exception("a drive can neither be reset nor given up; close its pool")
 
     def look(self) -> RescueResult:
         """One round: at most ABORTS_MAX aborts, and one reset.
