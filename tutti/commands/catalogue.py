@@ -300,8 +300,7 @@ def _prompt_keys(store: Store, file: str) -> Keys:
     if not found:
         raise NotThere(
             f"no page of this prompt of {tokens.size} tokens is in the pool; pages of SGLang are"
-            " found where sglang is installed, unless they were stored with a cache salt or after an"
-            " update of weights"
+            " found where sglang is installed, unless stored with a cache salt or after new weights"
         )
     return keys[:found]
 

@@ -20,8 +20,7 @@ example:
   tutti nvme list
   tutti nvme list --all --json"""
 _HINTS = """\
-To use a free device: tutti format PATH ...; its generic device (/dev/ng...) bypasses the block
-layer.
+To use a free device: tutti format PATH ...; /dev/ng... devices bypass the block layer.
 To overwrite a device, add --force SERIAL. A device in use is refused."""
 
 
