@@ -30,7 +30,7 @@ example:
 
 `tutti info` shows the pool of a file that is not open."""
 _HEADINGS = (
-    *("time", "used", "hit rate", "read GB/s", "write GB/s", "load p99", "store p99"),
+    *("time", "used", "hits", "read GB/s", "write GB/s", "load p99", "store p99"),
     *("dropped", "evicted", "errors", "clients"),
 )
 _COUNTERS = (
