@@ -71,7 +71,9 @@ def test_pages_go_through_an_agent_and_come_back_after_it_was_lost(
                 # The agent proves what a kill left in the background, after its recovery.
                 wait_for(lambda: rig.lookup(names(12)) == 10)
                 rig.check_restored(names(10), target, want)
-            assert store.stats()["gpu_layers"] == 3 * engine.LAYERS
+            # All layers of the offload, in one put or several, and of two loads.
+            moved = int(str(store.stats()["gpu_layers"]))
+            assert moved >= 3 * engine.LAYERS and moved % engine.LAYERS == 0
     finally:
         agent.kill()
         agent.communicate(timeout=engine.WAIT_S)
