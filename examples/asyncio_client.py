@@ -1,6 +1,6 @@
 """A store in an asyncio program: tickets become futures, and nothing blocks the loop.
 
-    python examples/asyncio_client.py /tmp/pool.tutti
+python examples/asyncio_client.py /tmp/pool.tutti
 """
 
 from __future__ import annotations

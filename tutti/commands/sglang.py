@@ -100,7 +100,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _COMMAND, _COMMAND_EXAMPLE
     option = options(parser)
     option("--model", None, "folder or name of the model", required=True)
-    option("--capacity SIZE", None, "total size of all pools, e.g. 2TiB", nbytes_text, required=True)
+    option("--capacity SIZE", None, "size of all pools, e.g. 2TiB", nbytes_text, required=True)
     _add_common(parser, path_required=True)
     what = f"memory layout of SGLang's host pool, with --mode {HICACHE}"
     option("--layout", LAYOUT, what, sorted(IO_BACKENDS))
@@ -365,7 +365,7 @@ def _device(place: Place) -> CheckResult:
     try:
         check_exist([place.path])
         if is_drive(place.path):
-            return CheckResult("device", "unknown", f"{place.path}, not looked at; see docs/vfio.md")
+            return CheckResult("device", "unknown", f"{place.path}, not opened; see docs/vfio.md")
         if is_labelled(place.path):
             return CheckResult("device", "ok", f"{_place_text(place)}, labelled for a server")
         text = f"{place.path} is not labelled; if `{shlex.join(['tutti', 'info', place.path])}`"
