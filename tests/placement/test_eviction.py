@@ -74,7 +74,7 @@ def queue_by_definition(view: EvictionView, slot: int) -> tuple[int, int]:
 
 
 def uses_by_definition(view: EvictionView, slot: int) -> tuple[int, int]:
-    """The uses of a slot, halved once for every two lifetimes; then the newest is first."""
+    """Slots are ordered by uses, halved every two lifetimes; of equal ones the newest is first."""
     age = view.now - int(view.access[slot])
     falls = age // (1 << min(31, view.lifetime_bits))
     return int(view.uses[slot]) >> (falls // 2), -int(view.access[slot])

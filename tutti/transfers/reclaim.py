@@ -85,7 +85,7 @@ class Reclaimer:
         """Evicts when fewer slots than the reserve and ``extra`` are free or on their way to that.
 
         Evicting twice the reserve at a time keeps the cost of choosing, O(slots), rare.  While uses
-        decide, a put evicts only objects with fewer uses than its own, and there is no reserve.
+        decide, a put evicts only objects that are used less than its pages, without a reserve.
         """
         core, paused, history = self._core, self.faults.paused, self._core.history
         history.choose()
