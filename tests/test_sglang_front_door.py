@@ -403,17 +403,17 @@ def test_locked_memory_is_asked_for_by_drives_alone(
 
 
 @pytest.mark.parametrize(
-    ("transparent", "collapses", "gpus", "verdict"),
+    ("transparent", "refusal", "gpus", "verdict"),
     [
-        ("madvise", False, ("H100",), "ok"),
-        ("never", True, ("H100",), "slow"),  # pinned, so not moved later
-        ("never", True, (), "ok"),
-        ("missing", False, (), "slow"),
+        ("madvise", "EINVAL", ("H100",), "ok"),
+        ("never", "", ("H100",), "slow"),  # pinned, so not moved later
+        ("never", "", (), "ok"),
+        ("missing", "EINVAL", (), "slow"),
     ],
 )
 def test_the_doctor_says_whether_a_host_pool_gets_large_pages(
     transparent: str,
-    collapses: bool,
+    refusal: str,
     gpus: tuple[str, ...],
     verdict: str,
     capsys: Any,
@@ -422,13 +422,14 @@ def test_the_doctor_says_whether_a_host_pool_gets_large_pages(
     def found(*more: str) -> list[tuple[str, str]]:
         return doctor(capsys, "host pool", "--path", ".", *more)
 
-    facts = replace(probe.probe_memory(), transparent=transparent, collapses=collapses)
+    facts = replace(probe.probe_memory(), transparent=transparent, collapse_refusal=refusal)
     monkeypatch.setattr(probe, "probe_memory", lambda *_: facts)
     monkeypatch.setattr(probe, "probe_cuda", lambda: probe.CudaFacts("13.0", gpus, ""))
     for name in HUGE:
         monkeypatch.delenv(name, raising=False)
     ((given, text),) = found()
     assert given == verdict and ("transparent_hugepage" in text) == (verdict == "slow")
+    assert ((refusal or "pinned for a GPU") in text) == (verdict == "slow")
     monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")  # reserved pages
     assert [given for given, _ in found()] == ["ok"]
     assert not found("--mode", "linker")

@@ -360,17 +360,16 @@ class TuttiHiCacheStorage(adapter.HiCacheStorage):
         how, metrics = self._options["hugepages"], store.metrics
 
         def work() -> None:
-            huge = hugepage_nbytes(buffers)
+            huge, why = hugepage_nbytes(buffers), ""
             metrics.level("hugepage_bytes", huge)
             if how != "off":
                 why = advise_hugepages(list(buffers), how, self._closed)
-                if why:
-                    _log.info("Tutti: not all of the host pool has hugepages, loads go on: %s", why)
                 huge = hugepage_nbytes(buffers)
                 metrics.level("hugepage_bytes", huge)
                 store.pages_moved = True
             sizes = format_nbytes(huge), format_nbytes(sum(nbytes for _, nbytes in buffers))
-            _log.info("Tutti: %s of %s of the host pool on hugepages", *sizes)
+            more = f"; loads go on, but {why}" if why else ""
+            _log.info("Tutti: %s of %s of the host pool on hugepages%s", *sizes, more)
 
         threading.Thread(target=work, name=COLLAPSING, daemon=True).start()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -22,11 +24,13 @@ from sglang.srt.runtime_context import (
 from sglang.srt.server_args import ServerArgs
 
 from tutti.gio_uring.memory import hugepage_nbytes
+from tutti.gio_uring.probe import probe_memory
 from tutti.integration.sglang import launch, weights
 from tutti.integration.sglang.host import host_pools as host_memory
 from tutti.integration.sglang.options import HICACHE
 
 HUGE = 2 << 20
+MAP_FIXED = 0x10  # include/uapi/asm-generic/mman-common.h
 PAGES = 4096  # 8 GiB
 RANGES = [(HUGE * 8 + 4096, HUGE * (PAGES + 1) - 4096), (7, 100)]
 FIRST = 9
@@ -35,11 +39,12 @@ FIRST = 9
 class Kernel:
     """Collapses page after page up to the first one that it has no memory for, or that is pinned.
 
-    free: large pages that it can build in each round.  pinned: pages that never move.
+    free: large pages that it can build in each round.  pinned: pages that never move.  never: no
+    large pages, ever.
     """
 
-    def __init__(self, free: list[int], pinned: set[int]) -> None:
-        self.free, self.pinned = [0, *free], pinned
+    def __init__(self, free: list[int], pinned: set[int], never: set[int] | None = None) -> None:
+        self.free, self.pinned, self.never = [0, *free], pinned, never or set()
         self.huge: set[int] = set()
         self.advised: list[tuple[int, int]] = []
         self.refusals: list[int] = [0]
@@ -56,6 +61,8 @@ class Kernel:
         for page in range(address // HUGE, (address + nbytes) // HUGE):
             if page in self.huge:
                 continue
+            if page in self.never:
+                return errno.EINVAL
             if page in self.pinned or not self.free[0]:
                 self.refusals[-1] += 1
                 return errno.EAGAIN if page in self.pinned else errno.ENOMEM
@@ -100,9 +107,42 @@ def test_pinned_pages_keep_neither_their_neighbours_nor_the_rest_small(
     pinned = {FIRST + 32 * piece + 31 for piece in range(20)}
     kernel = Kernel([PAGES] * 5, pinned)
     why = collapse(monkeypatch, kernel)
-    assert "MADV_COLLAPSE of the last 40 MiB" in why
+    assert "MADV_COLLAPSE of 40 MiB: EAGAIN" in why
     assert kernel.huge == set(range(FIRST, FIRST + PAGES)) - pinned
     assert len(kernel.free) == 1, "so many rounds, and no more"
+
+
+def test_what_is_never_collapsed_does_not_end_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece, and one large page further on; a pinned one is tried in all rounds."""
+    never = {*range(FIRST + 32, FIRST + 64), FIRST + 100}
+    kernel = Kernel([PAGES] * 5, {FIRST}, never)
+    why = collapse(monkeypatch, kernel)
+    assert kernel.huge == set(range(FIRST + 1, FIRST + PAGES)) - never
+    assert "of 2 MiB: EAGAIN" in why and "of 66 MiB: EINVAL" in why
+    kernel = Kernel([PAGES] * 5, set(), set(range(FIRST, FIRST + PAGES)))
+    assert f"of {2 * PAGES} MiB: EINVAL" in collapse(monkeypatch, kernel)
+    assert len(kernel.free) == 5, "no further round"
+
+
+@pytest.mark.parametrize("shift", [0, 4096])
+def test_shared_memory_that_is_shifted_against_its_large_pages_is_named(shift: int) -> None:
+    """By this kernel, in memory as SGLang allocates it without the plugin."""
+    if probe_memory().collapse_refusal:
+        pytest.skip("this kernel collapses nothing")
+    with mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        address, nbytes = -(-start // HUGE) * HUGE + shift, 4 * HUGE
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
+        placed = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        assert placed == address
+        ctypes.memset(address, 1, nbytes)
+        why = host_memory.advise_hugepages([(address, nbytes)], "collapse", threading.Event())
+        if not shift and "EINVAL" in why:
+            pytest.skip("this kernel collapses no shared memory")
+        assert ("not a multiple of 2 MiB" in why) == bool(shift), why
 
 
 def test_a_kernel_that_cannot_and_a_storage_that_closes_end_it(

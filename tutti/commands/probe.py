@@ -95,12 +95,13 @@ def _memory_rows(memory: TransferMemoryFacts) -> list[tuple[str, object]]:
         f"{total} of {format_nbytes(nbytes)} ({free} free)"
         for nbytes, total, free in memory.hugetlb
     ]
-    collapse = "can" if memory.collapses else "cannot"
+    refusal = memory.collapse_refusal
+    collapse = f"cannot be collapsed to hugepages: {refusal}" if refusal else "can be collapsed"
     return [
         ("memlock", limit),
         ("hugepages", f"reserved: {', '.join(pools) or 'none'}; transparent: {memory.transparent}"),
         ("", f"allocated memory is backed by {_BACKINGS[memory.backing]}"),
-        ("", f"touched memory {collapse} be collapsed to hugepages"),
+        ("", f"touched memory {collapse}"),
     ]
 
 

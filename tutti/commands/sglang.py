@@ -428,10 +428,11 @@ def _machine(folder: Path, mode: str, *, with_drive: bool) -> Iterator[CheckResu
     yield _either("hugepages", memory.backing != "pages", backing, paged)
     if mode == HICACHE:
         is_advised = memory.transparent in ("always", "madvise") or not server_environment(mode)
-        is_moved = memory.collapses and not machine.cuda.devices  # a GPU's is pinned
+        refusal = memory.collapse_refusal or ("pinned for a GPU" if machine.cuda.devices else "")
         huge = "on large pages, as far as memory is free (see tutti:hugepage_bytes)"
         small = "on ordinary pages: write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
-        yield _either("host pool", is_advised or is_moved, huge, small)
+        small = f"{small} (they cannot be collapsed later: {refusal})"
+        yield _either("host pool", is_advised or not refusal, huge, small)
     if mode == LINKER:
         yield _cuda(machine.cuda)
     best = next((tier for tier in machine.tiers if tier.available), None)

@@ -57,14 +57,14 @@ class TransferMemoryFacts:
     """Memory for transfers. memlock_nbytes: limit, -1 for none. hugetlb: (page bytes, total, free).
 
     backing: page kind of a default buffer: "hugetlb", "thp" or "pages" (4 KiB).
-    collapses: whether touched memory can be moved to hugepages (MADV_COLLAPSE).
+    collapse_refusal: why touched memory cannot be moved to hugepages (MADV_COLLAPSE), or "".
     """
 
     memlock_nbytes: int
     hugetlb: tuple[tuple[int, int, int], ...]
     transparent: str
     backing: str
-    collapses: bool
+    collapse_refusal: str
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ def probe_memory(root: Path = Path("/")) -> TransferMemoryFacts:
         hugetlb=tuple(pools),
         transparent=chosen,
         backing=HostBuffer(4 * HUGEPAGE_NBYTES).backing,
-        collapses=_collapses(),
+        collapse_refusal=_collapse_refusal(),
     )
 
 
-def _collapses() -> bool:
-    """Whether touched private memory can be moved to a hugepage; tries it."""
+def _collapse_refusal() -> str:
+    """Why touched private memory cannot be moved to a hugepage, or ""; tries it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, 2 * HUGEPAGE_NBYTES, flags=flags) as mapping:
         for page in range(0, len(mapping), mmap.PAGESIZE):
@@ -236,9 +236,9 @@ def _collapses() -> bool:
         start = -_address(mapping) % HUGEPAGE_NBYTES
         try:
             mapping.madvise(_MADV_COLLAPSE, start, HUGEPAGE_NBYTES)
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return f"{errno.errorcode[error.errno or 0]}, {error.strerror}"
+        return ""
 
 
 def _address(mapping: mmap.mmap) -> int:

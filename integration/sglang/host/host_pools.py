@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,13 @@ _COLLAPSE_STEP_NBYTES = 64 << 20
 #: Pause before each round.  A round ends after repeated failures: each makes the kernel compact.
 _COLLAPSE_PAUSES_S = (0.0, 5.0, 30.0, 120.0, 600.0)
 _COLLAPSE_FAILURES = 16
+_REFUSED_FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.EBUSY)  # madvise(2)
 _COLLAPSE_REST = 3  # pause, in times of a piece: so it uses a quarter of one processor
+#: Of shared memory, as SGLang allocates it without the plugin; the kernel chooses the address.
+_SHIFTED = (
+    " (shared memory at an address that is not a multiple of 2 MiB: name Tutti as the storage when"
+    " the server starts, so that the plugin has the pool allocated on large pages)"
+)
 
 
 class PageFragments:
@@ -161,39 +168,70 @@ def advise_hugepages(buffers: list[tuple[int, int]], how: str, stop: threading.E
     advised = (_madvise(start, end - start, _MADV_HUGEPAGE) for start, end in ranges)
     code = next((code for code in advised if code), 0)
     if code:
-        return f"madvise: {os.strerror(code)}"
+        return f"madvise: {errno.errorcode[code]}, {os.strerror(code)}"
     return _collapse(ranges, stop) if how == "collapse" else ""
 
 
 def _collapse(ranges: list[tuple[int, int]], stop: threading.Event) -> str:
     """Collapses in rounds, in ever shorter pieces: the kernel stops within a piece at the first
     large page that it cannot find or build, and memory may be free or unpinned later.
+
+    What the kernel will never collapse (EINVAL) is divided into large pages at once, each is tried
+    once, and the others go on.
     """
     step, code = _COLLAPSE_STEP_NBYTES, 0
+    never_nbytes, never_at, never_code = 0, 0, 0
     for pause_s in _COLLAPSE_PAUSES_S:
         if stop.wait(pause_s):
             return ""
         untried: list[tuple[int, int]] = []
         refused: list[tuple[int, int]] = []
         in_a_row = 0
-        for at, end in _pieces(ranges, step):
+        pieces = [*_pieces(ranges, step)][::-1]
+        while pieces:
+            at, end = pieces.pop()
             if in_a_row >= _COLLAPSE_FAILURES or stop.is_set():
                 untried.append((at, end))
                 continue
             begin_s = time.monotonic()
             number = _madvise(at, end - at, _MADV_COLLAPSE)
             stop.wait(_COLLAPSE_REST * (time.monotonic() - begin_s))
-            if number not in (0, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
-                return f"MADV_COLLAPSE: {os.strerror(number)}"
-            in_a_row = in_a_row + 1 if number else 0
-            if number:
-                code = number
+            if number in _REFUSED_FOR_NOW:
+                in_a_row, code = in_a_row + 1, number
                 refused.append((at, end))
+            elif number and end - at > _HUGEPAGE_NBYTES:
+                pieces += [*_pieces([(at, end)], _HUGEPAGE_NBYTES)][::-1]
+            elif number:
+                never_nbytes, never_at, never_code = never_nbytes + end - at, at, number
+            else:
+                in_a_row = 0
         ranges, step = untried + refused, max(_HUGEPAGE_NBYTES, step // 4)
         if not ranges:
-            return ""
+            break
     nbytes = sum(end - at for at, end in ranges)
-    return f"MADV_COLLAPSE of the last {nbytes >> 20} MiB: {os.strerror(code)}"
+    whys = [_refusal(nbytes, code)] if nbytes else []
+    if never_nbytes:
+        more = _SHIFTED if _is_shifted(never_at) else ""
+        whys.append(_refusal(never_nbytes, never_code) + more)
+    return "; ".join(whys)
+
+
+def _refusal(nbytes: int, code: int) -> str:
+    return f"MADV_COLLAPSE of {nbytes >> 20} MiB: {errno.errorcode[code]}, {os.strerror(code)}"
+
+
+def _is_shifted(address: int) -> bool:
+    """Whether memory is shared, and its address and its offset differ modulo a large page.
+
+    No large page can be mapped there (thp_vma_suitable_order in include/linux/huge_mm.h).
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, permissions, offset, *_ = line.split()
+        start, end = (int(part, 16) for part in ends.split("-"))
+        if start <= address < end:
+            is_even = (start - int(offset, 16)) % _HUGEPAGE_NBYTES == 0
+            return permissions.endswith("s") and not is_even
+    return False
 
 
 def _pieces(ranges: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
