@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 from tutti.bench.peers.peer import BATCH_PAGES, HEAD_DIM, HEADS, LAYERS, Peer, PeerPlan
 from tutti.bench.peers.same_memory import Kept
 from tutti.errors import ChecksumMismatch, MediumError
-from tutti.gio_uring.memory import address_of
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, address_of
 from tutti.integration.sglang.host.host_pools import COLLAPSING
 
 _MARK_NBYTES = 16
@@ -36,6 +37,23 @@ def missing(backend: str) -> str:
     return ""
 
 
+def align_next_mapping(nbytes: int) -> None:
+    """Makes the next mapping of this size begin at a large page; Linux maps downwards.
+
+    SGLang's pool is shared memory, and the kernel collapses none of it if it begins elsewhere. The
+    pages between it and the mapping above stay reserved.
+    """
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED) as trial:
+        address, _ = address_of(trial)
+    shift = address % HUGEPAGE_NBYTES
+    if shift:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        libc.mmap(address + nbytes - shift, shift, 0, flags, -1, 0)
+
+
 class HiCachePeer(Peer):
     """Pages of one host pool, stored and loaded by SGLang's controller in batches of 128."""
 
@@ -44,6 +62,8 @@ class HiCachePeer(Peer):
         import torch
 
         self._plan = plan
+        if plan.host_pages == "collapse":
+            align_next_mapping(plan.batch_nbytes)
         self._pool, self._controller = _controller(plan)
         self._indices = torch.arange(BATCH_PAGES * plan.page_tokens)
         self._marks = self._places_of_marks()

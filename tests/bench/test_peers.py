@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from tutti.bench.peers import fio_peers
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
 from tutti.bench.peers import run as peers
-from tutti.bench.peers.hicache import HiCachePeer
+from tutti.bench.peers.hicache import HiCachePeer, align_next_mapping
 from tutti.bench.peers.lmcache import LMCachePeer
 from tutti.bench.peers.peer import BATCH_PAGES, PeerPlan
 from tutti.bench.peers.plain import FilesPeer, StorePeer
@@ -32,6 +33,7 @@ from tutti.bench.peers.process import PeerProcess, _sglang_backend, make_peer
 from tutti.bench.peers.same_memory import LOAD, RAW, STORE, UNVERIFIED, WAYS
 from tutti.bench.summary import render
 from tutti.errors import ChecksumMismatch, ConfigError, MediumError, Unsupported
+from tutti.gio_uring.memory import HUGEPAGE_NBYTES, address_of
 from tutti.gio_uring.probe import probe_memory
 from tutti.integration.sglang.host.host_pools import COLLAPSING
 
@@ -196,6 +198,14 @@ def test_a_peer_is_measured_once_its_memory_was_collapsed() -> None:
     peer._attach = threading.Thread(target=collapse, name=COLLAPSING, daemon=True).start
     peer.open()
     assert done.is_set()
+
+
+def test_the_next_mapping_begins_at_a_large_page() -> None:
+    nbytes = 64 << 20
+    with mmap.mmap(-1, nbytes + mmap.PAGESIZE):  # what comes below it is shifted
+        align_next_mapping(nbytes)
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED) as shared:
+            assert address_of(shared)[0] % HUGEPAGE_NBYTES == 0
 
 
 def test_sglangs_memory_is_asked_for_by_its_own_setting(
