@@ -19,6 +19,8 @@ HEADER = Path(__file__).parent.parent / "kernels" / "include" / "xxh3.h"
 ISAS = {"scalar": 0, "avx2": 1, "avx512": 2}
 # Where the algorithm changes, and the edges of a stripe, the buffer and a block.
 EDGES = (0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 256, 257, 320, 512, 1024, 1025, 1088, 2048)
+# Where groups of blocks begin to be read as several streams, and the largest group.
+GROUPS = [blocks * 1024 + more for blocks in (16, 32, 136, 2 * 136) for more in (0, 1, 64, 65)]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,7 +56,7 @@ def test_lengths_up_to_a_mebibyte(isa: int, seed: int) -> None:
     if isa > native.lib().tutti_isa_best():
         pytest.skip(f"the processor lacks instruction set {isa}")
     data = random_bytes(seed, 1 << 20)
-    lengths = [*EDGES, 4096, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20]
+    lengths = [*EDGES, *GROUPS, 4096, 65535, 65536, 65537, (1 << 20) - 1, 1 << 20]
     lengths += np.random.default_rng(seed).integers(0, 1 << 20, 60).tolist()
     for nbytes in lengths:
         part = data[:nbytes]
@@ -75,11 +77,13 @@ def test_pieces_hash_as_one_string(pieces: list[int], isa: int, offset: int) -> 
     assert digest_pieces(isa, parts) == xxhash.xxh3_64_intdigest(data.tobytes())
 
 
-def test_long_pieces_hash_as_one_string(seed: int) -> None:
-    data = random_bytes(seed, 3 * 65536 + 77)
-    pieces = np.split(data, [65536, 131072, 131072, 196608])
-    best = int(native.lib().tutti_isa_best())
-    assert digest_pieces(best, pieces) == xxhash.xxh3_64_intdigest(data.tobytes())
+@pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS.keys())
+def test_long_pieces_hash_as_one_string(isa: int, seed: int) -> None:
+    data = random_bytes(seed, 6 * 65536 + 77)
+    cuts = np.sort(np.random.default_rng(seed).integers(0, data.nbytes, (8, 2)))
+    for cut in ([65536, 131072, 131072, 196608], *cuts):
+        pieces = np.split(data, cut)
+        assert digest_pieces(isa, pieces) == xxhash.xxh3_64_intdigest(data.tobytes()), cut
 
 
 def test_one_flipped_bit_changes_the_digest(seed: int) -> None:

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -29,6 +30,13 @@ using tutti::u8;
 
 // Prefetch distance: far enough that the line has arrived, near enough that it is still in L1.
 constexpr u32 kPrefetchBytes = 1024;
+
+// What a block adds to the accumulators does not depend on them.  So groups of blocks are read as
+// several streams, because a processor that reads one waits for memory most of the time.  In a full
+// group a stream has 17 or 34 blocks, so that not all are in the same set of a cache.
+constexpr u32 kBlockBytes = kXxh3StripesPerBlock * kXxh3StripeBytes;
+constexpr u32 kGroupBlocksMax = 136;
+constexpr u32 kStreamBlocksMin = 4;  // with fewer blocks each, one stream is as fast
 
 struct Secret {
   alignas(64) u64 words[kXxh3SecretBytes / 8];
@@ -69,6 +77,38 @@ __attribute__((target("avx2"))) inline __m256i scramble256(__m256i acc, __m256i 
 }
 
 struct Avx2Stripes {
+  static constexpr u32 kStreams = 4;
+
+  // Adds kStreams streams of `blocks` blocks each, one behind the other.
+  __attribute__((target("avx2"))) static void add_group(u64* acc, const u8* p, u64 blocks) {
+    __m256i sums[2 * kGroupBlocksMax];
+    for (u64 block = 0; block < blocks; ++block, p += kBlockBytes) {
+      __m256i all[2 * kStreams] = {};
+      for (u32 i = 0; i < kXxh3StripesPerBlock; ++i) {
+        const __m256i low = load256(secret_at(8 * i));
+        const __m256i high = load256(secret_at(8 * i + 32));
+#pragma GCC unroll 4
+        for (u32 k = 0; k < kStreams; ++k) {
+          const u8* const stripe = p + k * blocks * kBlockBytes + i * kXxh3StripeBytes;
+          __builtin_prefetch(stripe + kPrefetchBytes);
+          all[2 * k] = round256(all[2 * k], load256(stripe), low);
+          all[2 * k + 1] = round256(all[2 * k + 1], load256(stripe + 32), high);
+        }
+      }
+#pragma GCC unroll 8
+      for (u32 k = 0; k < 2 * kStreams; ++k) sums[2 * (k / 2 * blocks + block) + k % 2] = all[k];
+    }
+    __m256i* const lanes = reinterpret_cast<__m256i*>(acc);
+    for (u32 half = 0; half < 2; ++half) {
+      const __m256i secret = load256(secret_at(kXxh3ScrambleOffset + 32 * half));
+      __m256i sum = lanes[half];
+      for (u64 i = half; i < 2 * kStreams * blocks; i += 2) {
+        sum = scramble256(_mm256_add_epi64(sum, sums[i]), secret);
+      }
+      lanes[half] = sum;
+    }
+  }
+
   __attribute__((target("avx2"))) static void run(u64* acc, const u8* p, u64 stripes,
                                                   u32* in_block) {
     __m256i* const lanes = reinterpret_cast<__m256i*>(acc);
@@ -112,6 +152,33 @@ __attribute__((target("avx512f"))) inline __m512i scramble512(__m512i acc, __m51
 }
 
 struct Avx512Stripes {
+  static constexpr u32 kStreams = 8;
+
+  // As that of Avx2Stripes.
+  __attribute__((target("avx512f"))) static void add_group(u64* acc, const u8* p, u64 blocks) {
+    __m512i sums[kGroupBlocksMax];
+    for (u64 block = 0; block < blocks; ++block, p += kBlockBytes) {
+      __m512i all[kStreams] = {};
+      for (u32 i = 0; i < kXxh3StripesPerBlock; ++i) {
+        const __m512i secret = _mm512_loadu_si512(secret_at(8 * i));
+#pragma GCC unroll 8
+        for (u32 k = 0; k < kStreams; ++k) {
+          const u8* const stripe = p + k * blocks * kBlockBytes + i * kXxh3StripeBytes;
+          __builtin_prefetch(stripe + kPrefetchBytes);
+          all[k] = round512(all[k], _mm512_loadu_si512(stripe), secret);
+        }
+      }
+#pragma GCC unroll 8
+      for (u32 k = 0; k < kStreams; ++k) sums[k * blocks + block] = all[k];
+    }
+    const __m512i secret = _mm512_loadu_si512(secret_at(kXxh3ScrambleOffset));
+    __m512i sum = _mm512_load_si512(acc);
+    for (u64 i = 0; i < kStreams * blocks; ++i) {
+      sum = scramble512(_mm512_add_epi64(sum, sums[i]), secret);
+    }
+    _mm512_store_si512(acc, sum);
+  }
+
   __attribute__((target("avx512f"))) static void run(u64* acc, const u8* p, u64 stripes,
                                                      u32* in_block) {
     __m512i sum = _mm512_load_si512(acc);
@@ -133,6 +200,27 @@ struct Avx512Stripes {
   }
 };
 
+// Groups of blocks as several streams, and the rest as one.
+template <class Stripes>
+struct Streams {
+  static void run(u64* acc, const u8* p, u64 stripes, u32* in_block) {
+    constexpr u32 kStripes = Stripes::kStreams * kXxh3StripesPerBlock;
+    if (*in_block != 0 && stripes > kStreamBlocksMin * kStripes) {
+      const u32 first = stripes_until_scramble(stripes, *in_block);
+      Stripes::run(acc, p, first, in_block);
+      p += first * kXxh3StripeBytes;
+      stripes -= first;
+    }
+    while (stripes >= kStreamBlocksMin * kStripes && *in_block == 0) {  // bounded: each takes some
+      const u64 blocks = std::min<u64>(stripes / kStripes, kGroupBlocksMax / Stripes::kStreams);
+      Stripes::add_group(acc, p, blocks);
+      p += blocks * Stripes::kStreams * kBlockBytes;
+      stripes -= blocks * kStripes;
+    }
+    Stripes::run(acc, p, stripes, in_block);
+  }
+};
+
 u32 best_isa() {
   static const u32 best = __builtin_cpu_supports("avx512f") ? kTuttiIsaAvx512
                           : __builtin_cpu_supports("avx2")  ? kTuttiIsaAvx2
@@ -140,32 +228,23 @@ u32 best_isa() {
   return best;
 }
 
-template <class Stripes>
-u64 digest_segments(const Segment* segments, u32 n) {
-  if (n == 1) return tutti::xxh3_64<Stripes>(segments[0].p, segments[0].n);
+// The digest of segment_at(0) to segment_at(n - 1) as one string; their number has no limit.
+template <class Stripes, class SegmentAt>
+u64 digest_segments(SegmentAt segment_at, u32 n) {
+  if (n == 1) return tutti::xxh3_64<Stripes>(segment_at(0).p, segment_at(0).n);
   tutti::xxh3_state state;
   tutti::xxh3_reset(&state);
   for (u32 i = 0; i < n; ++i) {
-    tutti::xxh3_update<Stripes>(&state, segments[i].p, segments[i].n);
+    tutti::xxh3_update<Stripes>(&state, segment_at(i).p, segment_at(i).n);
   }
   return tutti::xxh3_digest<Stripes>(&state);
 }
 
-u64 digest_with(u32 isa, const Segment* segments, u32 n) {
-  if (isa == kTuttiIsaAvx512) return digest_segments<Avx512Stripes>(segments, n);
-  if (isa == kTuttiIsaAvx2) return digest_segments<Avx2Stripes>(segments, n);
-  return digest_segments<tutti::Xxh3ScalarStripes>(segments, n);
-}
-
-// Hashes segments as a stream, so that their number is not limited by a buffer.
-template <class Stripes>
-u64 digest_addresses(const uint64_t* addresses, const uint64_t* nbytes, u32 n) {
-  tutti::xxh3_state state;
-  tutti::xxh3_reset(&state);
-  for (u32 i = 0; i < n; ++i) {
-    tutti::xxh3_update<Stripes>(&state, reinterpret_cast<const u8*>(addresses[i]), nbytes[i]);
-  }
-  return tutti::xxh3_digest<Stripes>(&state);
+template <class SegmentAt>
+u64 digest_with(u32 isa, SegmentAt segment_at, u32 n) {
+  if (isa == kTuttiIsaAvx512) return digest_segments<Streams<Avx512Stripes>>(segment_at, n);
+  if (isa == kTuttiIsaAvx2) return digest_segments<Streams<Avx2Stripes>>(segment_at, n);
+  return digest_segments<tutti::Xxh3ScalarStripes>(segment_at, n);
 }
 
 // XXH3-128 of 17 to 128 bytes: pairs of 16-byte pieces, from the middle towards both ends.
@@ -227,7 +306,7 @@ bool decode_name(const u8* text, u64 digits, u8* bytes) {
 }  // namespace
 
 uint64_t tutti::xxh3_segments(const Segment* segments, uint32_t n) {
-  return digest_with(best_isa(), segments, n);
+  return digest_with(best_isa(), [segments](u32 i) { return segments[i]; }, n);
 }
 
 uint32_t tutti_abi_version(void) { return kTuttiAbiVersion; }
@@ -236,10 +315,10 @@ uint32_t tutti_isa_best(void) { return best_isa(); }
 
 uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64_t* nbytes,
                            uint32_t n) {
-  const u32 usable = isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar);
-  if (usable == kTuttiIsaAvx512) return digest_addresses<Avx512Stripes>(addresses, nbytes, n);
-  if (usable == kTuttiIsaAvx2) return digest_addresses<Avx2Stripes>(addresses, nbytes, n);
-  return digest_addresses<tutti::Xxh3ScalarStripes>(addresses, nbytes, n);
+  const auto segment_at = [addresses, nbytes](u32 i) {
+    return Segment{reinterpret_cast<const u8*>(addresses[i]), nbytes[i]};
+  };
+  return digest_with(isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar), segment_at, n);
 }
 
 void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64_t n,
