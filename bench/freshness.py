@@ -22,6 +22,7 @@ _STORE = (
 )
 _RINGS = ("kernels/include", "kernels/native", "bench/controller_memory.py")
 _STATISTICS = "bench/statistics.py"
+_GOALS = "bench/goals.py"
 _ENGINE = (*_RINGS, "tutti/native.py", "tutti/gio_uring", _STATISTICS)
 _TRANSFERS = (*_STORE, *_ENGINE)
 _PAGES = ("bench/stamps.py", "bench/shape.py", "bench/fio.py")
@@ -107,7 +108,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     ),
     "paths": (*_TRANSFERS, *_RIG, "bench/members.py", "bench/paths.py"),
     "peers": (
-        *(*_TRANSFERS, *_PAGES, "bench/peers"),
+        *(*_TRANSFERS, *_PAGES, "bench/peers", _GOALS),
         *(f"integration/sglang/{name}" for name in ("hicache.py", "host", "page_keys.py")),
     ),
     "placement": (*_TRANSFERS, "bench/placement.py", "tests/qemu/placement.py"),
@@ -156,7 +157,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
         *("bench/submit.py", "bench/counting_driver.py", "bench/controller_memory.py"),
     ),
     "threads": (*_ENGINE, "bench/threads.py"),
-    "window": (*_TRANSFERS, *_PLACES, "bench/window.py", "bench/shape.py"),
+    "window": (*_TRANSFERS, *_PLACES, "bench/window.py", "bench/shape.py", _GOALS),
 }
 
 

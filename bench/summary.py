@@ -7,8 +7,12 @@ next `<!-- end -->`:
 `<!-- result: NAME -->`: the table of NAME.json, below the picture NAME.png if `make bench` draws
 one.  It is marked as stale if the measured code has changed since, or as missing.
 `<!-- state: NAME -->`: only that state, for a link; of a figure as `figures/NAME`.
-`<!-- value: NAME PATH -->`: a number.  PATH is the keys of the result from the outermost, joined by
-"/"; in a list, the content of the entry, joined by ", ".  Its paragraph needs a state, too.
+`<!-- value: NAME PATH -->`: a number, or a median with its interval.  PATH is the keys of the
+result from the outermost, joined by "/"; in a list, the content of the entry, joined by ", ".  With
+`*` a key is a pattern, and of a list all such entries are meant: of several numbers the least and
+the largest are shown.  Its paragraph needs a state, too.
+`<!-- bar: NAME PATH at least NUMBER -->` or `at most`: whether a goal is reached
+(`goals.verdict`); of several numbers how often.
 `<!-- model: many drives -->`: tables of several results (`many_drives`).
 """
 
@@ -20,6 +24,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +50,7 @@ from tutti.bench import (
 )
 from tutti.bench.charts import Bars, bars_svg
 from tutti.bench.compare import run as compare
+from tutti.bench.goals import REACHED, exactly, verdict
 from tutti.bench.gpu import report as gpu_report
 from tutti.bench.peers import run as peers
 from tutti.bench.profile import run as profile
@@ -63,6 +69,7 @@ STATE = " (**stale**)"
 NOT_MEASURED = "Not measured yet: `make bench` does."
 _BLOCK = re.compile(r"(<!-- result: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: ([\w/-]+) ([^>]+?) -->).*?(<!-- end -->)")
+_BAR = re.compile(r"(<!-- bar: ([\w/-]+) ([^>]+?) at (least|most) ([\d.]+) -->).*?(<!-- end -->)")
 _MODEL = re.compile(r"(<!-- model: many drives -->\n).*?(<!-- end -->)", re.DOTALL)
 _STATE = re.compile(r"(<!-- state: ([\w/-]+) -->).*?(<!-- end -->)")
 
@@ -103,11 +110,17 @@ def render(text: str, results: Path) -> str:
             stale = bool(read(name)[1])
         return f"{match[1]}{STATE if stale else ''}{match[3]}"
 
+    def found(match: re.Match[str]) -> list[Any]:
+        if numbers := _numbers(read(match[2])[0], match[3].split("/")):
+            return numbers
+        raise ConfigError(f"{match[2]}.json has no {match[3]}; correct the page")
+
     def value(match: re.Match[str]) -> str:
-        try:
-            return f"{match[1]}{_figure(read(match[2])[0], match[3].split('/'))}{match[4]}"
-        except (KeyError, StopIteration) as error:
-            raise ConfigError(f"{match[2]}.json has no {match[3]}; correct the page") from error
+        return f"{match[1]}{_shown(found(match))}{match[4]}"
+
+    def bar(match: re.Match[str]) -> str:
+        words = _verdicts(found(match), float(match[5]), is_least=match[4] == "least")
+        return f"{match[1]}{words}{match[6]}"
 
     def model(match: re.Match[str]) -> str:
         states: list[str] = []
@@ -122,22 +135,59 @@ def render(text: str, results: Path) -> str:
         return f"{match[1]}\n{tables}{stale}\n\n{match[2]}"
 
     text = _MODEL.sub(model, text)
-    return _VALUE.sub(value, _STATE.sub(state, _BLOCK.sub(table, text)))
+    text = _STATE.sub(state, _BLOCK.sub(table, text))
+    return _BAR.sub(bar, _VALUE.sub(value, text))
 
 
-def _figure(result: Any, path: Sequence[str]) -> str:
-    """A number of a result (the median of rounds): counts in full, others with three digits."""
-    for key in path:
-        if isinstance(result, list):
-            words = set(key.split(", "))
-            result = next(row for row in result if words <= set(map(str, row.values())))
-        else:
-            result = result[key]
-    number = median(result) if isinstance(result, list) else result
+def _numbers(result: Any, path: Sequence[str]) -> list[Any]:
+    """What is at a path: numbers, lists of rounds, intervals; of a `*` all that have the rest."""
+    if not path:
+        return [result]
+    key, *rest = path
+    if isinstance(result, list):
+        words = set(key.split(", "))
+        texts = [(row, set(map(str, row.values()))) for row in result]
+        under = [row for row, text in texts if key in text or words - {"*"} <= text]
+        under = under if "*" in words else under[:1]
+    else:
+        under = [one for name, one in result.items() if fnmatchcase(name, key)]
+    return [number for one in under for number in _numbers(one, rest)]
+
+
+def _shown(found: Sequence[Any]) -> str:
+    middles = [_median_of(one) for one in found]
+    if len(found) > 1:
+        return f"{_figure(min(middles))} to {_figure(max(middles))}"
+    one, text = found[0], _figure(middles[0])
+    if not isinstance(one, dict):
+        return text
+    decimals = len(text.partition(".")[2])
+    return f"{text} [{one['low']:,.{decimals}f}, {one['high']:,.{decimals}f}]"
+
+
+def _median_of(one: Any) -> Any:
+    """The median of an interval, of a list of rounds, or of a single number."""
+    if isinstance(one, dict):
+        return one["median"]
+    return median(one) if isinstance(one, list) else one
+
+
+def _figure(number: float) -> str:
+    """Counts in full, others with three digits."""
     if isinstance(number, int):
         return f"{number:,}"
     digits = 2 - math.floor(math.log10(abs(number))) if number else 0
     return f"{round(number, digits):,.{max(0, digits)}f}"
+
+
+def _verdicts(found: Sequence[Any], bar: float, *, is_least: bool) -> str:
+    """Whether a number reaches the bar; of several how many do, and how many do not."""
+    whole = [one if isinstance(one, dict) else exactly(_median_of(one)) for one in found]
+    words = [verdict(one, bar, is_least=is_least) for one in whole]
+    kinds = list(dict.fromkeys([REACHED, *words]))
+    if len(set(words)) == 1:
+        return words[0] + ("", " in both", f" in all {len(words)}")[min(len(words), 3) - 1]
+    return ", ".join(f"{kind} in {words.count(kind)}" for kind in kinds) + f" of {len(words)}"
 
 
 def pages_of(page: Path) -> list[Path]:

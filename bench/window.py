@@ -29,6 +29,7 @@ from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB, parse_nbytes
 from tutti.bench.environment import describe
+from tutti.bench.goals import REACHED, verdict
 from tutti.bench.members import beside, refuse
 from tutti.bench.pool_file import add_place_arguments, medium_of, pool_paths, temporary_pool
 from tutti.bench.shape import KvPageShape
@@ -48,7 +49,6 @@ FIXED_COMMANDS = 32
 FIRST_BAR, RATE_BAR, LOOP_BAR = 1.5, 0.97, 1.05
 FOUND, FIXED, AGAIN = "found", "fixed", "fixed again"
 _DRIVE = "drive"  # a pool whose drive is read without the store
-REACHED = "reached"
 _GROUP = 64
 _GROUPS = 2
 _ORDERS = 3  # of the pools
@@ -406,7 +406,7 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     ]
     if result["loops"]:
         over = [loop["over_bound"] for loop in result["loops"]]
-        verdicts = [_verdict(one, LOOP_BAR) for one in over]
+        verdicts = [verdict(one, LOOP_BAR) for one in over]
         counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
         notes.append(
             f"layer by layer, the total over max(I/O, computation) + first layer (bar {LOOP_BAR}):"
@@ -414,8 +414,8 @@ def notes_of(result: dict[str, Any]) -> list[str]:
         )
         cases = [
             f"{loop['pages']} pages at {loop['factor']:g}, {_reach(loop)}"
-            for loop, verdict in zip(result["loops"], verdicts, strict=True)
-            if verdict != REACHED
+            for loop, judged in zip(result["loops"], verdicts, strict=True)
+            if judged != REACHED
         ]
         if cases:
             notes.append(f"what is not reached or not resolved: {'; '.join(cases)}")
@@ -451,13 +451,6 @@ def _over(interval: Mapping[str, float], divisor: float) -> dict[str, float]:
     return {name: value / divisor for name, value in interval.items()}
 
 
-def _verdict(ratio: Mapping[str, float], bar: float, *, is_least: bool = False) -> str:
-    """Whether a bar is reached, by the whole interval."""
-    worst, best = (ratio["low"], ratio["high"]) if is_least else (-ratio["high"], -ratio["low"])
-    bar = bar if is_least else -bar
-    return REACHED if worst >= bar else "not resolved" if best >= bar else "**not reached**"
-
-
 def _reach(loop: Mapping[str, Any]) -> str:
     """Whether the pauses of the drive alone exclude the bar of a loop."""
     is_out = min(loop["possible"].values()) > LOOP_BAR
@@ -466,5 +459,5 @@ def _reach(loop: Mapping[str, Any]) -> str:
 
 def _against(found: Sequence[Mapping[str, float]], bar: float, *, is_least: bool = False) -> str:
     return ", ".join(
-        f"{interval_text(one, 2)} {_verdict(one, bar, is_least=is_least)}" for one in found
+        f"{interval_text(one, 2)} {verdict(one, bar, is_least=is_least)}" for one in found
     )

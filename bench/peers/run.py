@@ -24,6 +24,7 @@ from tutti.base.terminal import Advance, ProgressFactory, table
 from tutti.base.units import MiB, format_nbytes
 from tutti.bench.environment import describe
 from tutti.bench.fio import FioUnavailable
+from tutti.bench.goals import NOT_REACHED, REACHED, verdict
 from tutti.bench.peers import fio_peers, same_memory
 from tutti.bench.peers import hicache as peer_hicache
 from tutti.bench.peers import lmcache as peer_lmcache
@@ -41,6 +42,7 @@ HOST_PAGES = ("advise", "collapse", "thp")
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 PHASES = ("store", "load")
 _BASE = "hicache-tutti"
+_BACKENDS = ("hicache-file", "hicache-nixl", "lmcache-fs-native")
 _TIMEOUT_S = 300.0
 _PREFIX = "tutti-peers-"
 _TURNS = 2  # of all ways to use the same memory, for each other peer of a launch
@@ -459,15 +461,35 @@ def _large_pages(name: str, facts: dict[str, Any]) -> str:
     return " ".join(f"{of['hugepage_nbytes'] / of['nbytes']:.0%}" for of in pages)
 
 
+def bar_notes_of(cell: dict[str, Any]) -> list[str]:
+    """Whether Tutti reaches its goals against the other backends."""
+    backends = {name: of for name, of in cell["peers"].items() if name in _BACKENDS}
+    notes = []
+    for phase in ("load", "store") if backends else ():
+        over = {name: of[phase]["base_over_this_speed"] for name, of in backends.items()}
+        more = {name: of[phase]["base_minus_this_cpu_s_per_gb"] for name, of in backends.items()}
+        best = min(over, key=lambda name: float(over[name]["median"]))
+        least = max(more, key=lambda name: float(more[name]["median"]))
+        is_above = over[best]["median"] >= same_memory.LOAD_BAR and over[best]["low"] >= 1
+        notes.append(
+            f"{phase}s have {interval_text(over[best], 2)} of the speed of {best}, the best other"
+            f" backend (bar {same_memory.LOAD_BAR}, and no interval below 1:"
+            f" {REACHED if is_above else NOT_REACHED}), and cost {interval_text(more[least], 2)}"
+            f" CPU-s/GB more than {least}, the cheapest (bar {same_memory.CPU_BAR}:"
+            f" {verdict(more[least], same_memory.CPU_BAR)})"
+        )
+    return notes
+
+
 def notes_of(cell: dict[str, Any]) -> list[str]:
-    """Notes on the ways to use the same memory; older results have none."""
-    ways = cell.get("same_memory")
+    """Goals, and what the ways to use the same memory show; older results lack these."""
+    ways, notes = cell.get("same_memory"), bar_notes_of(cell)
     if not ways:
-        return []
+        return notes
     others = {name: of for name, of in cell["peers"].items() if not name.startswith(_BASE)}
     fio = {name: others.pop(name) for name in FIO if name in others}
     over = [of["load"]["base_over_this_speed"]["median"] for of in others.values()]
-    notes = same_memory.notes_of(ways, min(over, default=None))
+    notes += same_memory.notes_of(ways, min(over, default=None))
     for base, phase in ((same_memory.LOAD, "load"), (same_memory.STORE, "store")):
         peers = [{name: of[phase] for name, of in part.items()} for part in (others, fio)]
         notes += same_memory.cpu_notes_of(base, ways, *peers)

@@ -41,7 +41,7 @@ WAYS |= dict.fromkeys((STORE, UNVERIFIED[STORE], HASHED[STORE]), STORE)
 LOAD_BAR = 1.05  # times the best peer's loads
 _VERIFY_BAR = 0.97  # verified loads and stores, of unverified ones
 _RAW_BAR = 0.97  # of raw reads: what the engine may lose for them to be a bound
-_CPU_BAR = 0.03  # CPU-s/GB more than the backend that takes least
+CPU_BAR = 0.03  # CPU-s/GB more than the backend that takes least
 _THREADS = 4
 _WAIT_S = 120.0
 
@@ -237,16 +237,16 @@ def cpu_notes_of(base: str, ways: _Found, backends: _Found, fio: _Found) -> list
     (cheapest, transfer), (best, bar) = _least(bare | fio | backends), _least(backends)
     low, high = digest.low + transfer.low, digest.high + transfer.high
     said = "NOT RESOLVED whether the sum of both exceeds it"
-    if low > bar.high + _CPU_BAR and own.low >= low:
+    if low > bar.high + CPU_BAR and own.low >= low:
         said = "the sum of both exceeds it, so it is out of reach of XXH3-64 and transfers that"
         said += " cost as much; other digests and cheaper transfers were not measured"
-    elif min(high, own.high) < bar.low + _CPU_BAR or own.high < low:
+    elif min(high, own.high) < bar.low + CPU_BAR or own.high < low:
         said = f"this shows no limit (the sum of both is {low:.3f} to {high:.3f})"
     parts = [interval_text(of.to_dict()) for of in (own, digest, transfer, bar)]
     return [
         f"CPU-s/GB of verified {base}: {parts[0]}; digests by one thread in the same memory,"
         f" {parts[1]}; the cheapest transfers without them ({cheapest}) {parts[2]};"
-        f" bar {_CPU_BAR} above {best}'s {parts[3]}: {said}"
+        f" bar {CPU_BAR} above {best}'s {parts[3]}: {said}"
     ]
 
 

@@ -189,9 +189,12 @@ def test_a_page_that_links_to_a_result_has_its_state(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages_of(RESULTS_PAGE), ids=lambda page: page.stem)
 def test_a_paragraph_with_a_number_of_a_result_has_its_state(page: Path) -> None:
-    for paragraph in page.read_text().split("\n\n"):
-        quoted = set(re.findall(r"<!-- value: ([\w/-]+) ", paragraph))
-        assert quoted <= states_in(paragraph), paragraph
+    """Or its section has the whole result, with its state below the table."""
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+        shown = set(re.findall(r"<!-- result: ([\w/-]+) -->", section))
+        for paragraph in section.split("\n\n"):
+            quoted = set(re.findall(r"<!-- (?:value|bar): ([\w/-]+) ", paragraph))
+            assert quoted <= states_in(paragraph) | shown, paragraph
 
 
 def states_in(text: str) -> set[str]:

@@ -21,12 +21,40 @@ def test_numbers_in_the_text_come_from_results(tmp_path: Path) -> None:
     result = {"rows": rows, "s": [3, 1]}
     (tmp_path / "agent.json").write_text(json.dumps(result))
     page = "<!-- value: agent {} -->9<!-- end --> us"
-    paths = ("rows/load plan/us", "rows/a/us", "rows/load plan, drive/us", "s")
+    paths = ("rows/load plan/us", "rows/a/us", "rows/load plan, drive/us", "s", "rows/*, file/us")
     shown = [render(page.format(path), tmp_path).split("-->")[1].split("<")[0] for path in paths]
-    assert shown == ["1,230", "7.00", "8.00", "2.00"]
+    assert shown == ["1,230", "7.00", "8.00", "2.00", "7.00 to 1,230"]
     for path in ("rows/b/us", "rows/a, drive/us"):
         with pytest.raises(ConfigError, match=f"agent.json has no {path}"):
             render(page.format(path), tmp_path)
+
+
+def test_marks_show_intervals_ranges_and_whether_goals_are_reached(tmp_path: Path) -> None:
+    def cell(median: float, low: float, high: float) -> dict[str, object]:
+        return {"ratio": {"median": median, "low": low, "high": high}}
+
+    cells = {"a, huge": cell(1.234, 1.1, 1.3), "b, huge": cell(1, 0.9, 1.1), "c": cell(0.8, 0, 0.9)}
+    result = {"cells": cells | {"skipped": {"why": "no fio"}}}
+    (tmp_path / "agent.json").write_text(json.dumps(result))
+    for mark, shown in {
+        "value: agent cells/a, huge/ratio": "1.23 [1.10, 1.30]",
+        "value: agent cells/*/ratio": "0.800 to 1.23",
+        "value: agent cells/*, huge/ratio": "1 to 1.23",
+        "bar: agent cells/a, huge/ratio at least 1.1": "reached",
+        "bar: agent cells/a, huge/ratio at most 1.05": "**not reached**",
+        "bar: agent cells/b, huge/ratio at least 1": "not resolved",
+        "bar: agent cells/b, huge/ratio/median at least 1": "reached",
+        "bar: agent cells/*, huge/ratio at least 0.9": "reached in both",
+        "bar: agent cells/*/ratio at least 1": (
+            "reached in 1, not resolved in 1, **not reached** in 1 of 3"
+        ),
+    }.items():
+        assert (
+            render(f"<!-- {mark} -->?<!-- end -->", tmp_path)
+            == f"<!-- {mark} -->{shown}<!-- end -->"
+        )
+    with pytest.raises(ConfigError, match="no cells/d"):
+        render("<!-- bar: agent cells/d/ratio at most 1 -->?<!-- end -->", tmp_path)
 
 
 def test_the_model_of_many_drives_comes_from_results(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tutti import cli
 from tutti.base.units import MiB
 from tutti.bench import window
+from tutti.bench.goals import verdict
 from tutti.commands.bench import report_of
 
 
@@ -80,9 +81,9 @@ def test_loops_take_the_rate_of_the_place_where_their_pauses_are_measured() -> N
 def test_a_bar_is_reached_by_the_whole_interval() -> None:
     ratio = {"median": 1.0, "low": 0.9, "high": 1.1}
     for bar, words in ((1.1, "reached"), (1.0, "not resolved"), (0.8, "**not reached**")):
-        assert window._verdict(ratio, bar) == words
+        assert verdict(ratio, bar) == words
     for bar, words in ((0.9, "reached"), (1.0, "not resolved"), (1.2, "**not reached**")):
-        assert window._verdict(ratio, bar, is_least=True) == words
+        assert verdict(ratio, bar, is_least=True) == words
     shown = window._against([ratio, window._over(ratio, 2)], 1.0)
     assert shown == "1.00 [0.90, 1.10] not resolved, 0.50 [0.45, 0.55] reached"
 
