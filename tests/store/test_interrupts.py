@@ -32,6 +32,7 @@ from tutti.errors import CapacityError
 from tutti.gio_uring.controller import NativeController
 from tutti.placement.lookup_pins import LookupPins
 from tutti.store import ObjectStore
+from tutti.transfers.tickets import LoadProgress, LoadTicket
 
 NOTHING_LEFT = {
     "quiet": True,
@@ -178,6 +179,27 @@ def test_an_interrupted_look_up_that_asks_for_room_does_not_block_puts(
     assert core._expected_most > 0
     assert at_every_instruction(lambda: store.match(missing, pin=True), after) > 10
     store.close()
+
+
+def test_a_load_settles_after_an_interrupted_request_for_a_callback() -> None:
+    progress = LoadProgress(1, 1)
+    ticket = LoadTicket(progress)
+
+    def after() -> None:
+        nonlocal progress, ticket
+        engine = threading.Thread(target=progress.settle, daemon=True)
+        engine.start()
+        engine.join(30)
+        assert not engine.is_alive(), "an interrupted call left a lock taken"
+        progress = LoadProgress(1, 1)
+        ticket = LoadTicket(progress)
+
+    def late() -> None:
+        progress.settle()
+        ticket.on_settled(list)
+
+    assert at_every_instruction(lambda: ticket.on_settled(list), after) > 10
+    assert at_every_instruction(late, after) > 10
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

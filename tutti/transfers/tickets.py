@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
@@ -335,7 +336,6 @@ class LoadProgress(Latch):
         self.keys = keys
         self.layers = layers
         self.parts: list[LoadPart] = []
-        self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def wanted(self) -> None:
@@ -383,22 +383,22 @@ class LoadProgress(Latch):
         return all(part.job.wait_released(_left_s(deadline_s)) for part in self.parts)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """See LoadTicket."""
-        with self._lock:
-            if not self._is_set:
-                self._callbacks.append(callback)
-                return
-        self._guard.call("a callback of a load", callback)
+        """See LoadTicket.  Takes no lock, which an interrupt could leave taken."""
+        self._callbacks.append(callback)
+        if self._is_set:
+            with suppress(ValueError):  # `settle` took it
+                self._callbacks.remove(callback)
+                self._guard.call("a callback of a load", callback)
 
     def settle(self) -> None:
         """Every job of this load was released."""
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-            self.set()
+        self.set()  # before the look at the callbacks: pairs with on_settled
         if self._latency is not None:
             self._latency.observe_since(self._begun_s)
-        for callback in callbacks:
-            self._guard.call("a callback of a load", callback)
+        while self._callbacks:  # bounded: callbacks that come from now on call themselves
+            with suppress(IndexError):
+                callback = self._callbacks.pop(0)
+                self._guard.call("a callback of a load", callback)
 
     def cancel(self, timeout_s: float) -> None:
         """Stops the jobs of a load that could not be started in full.
