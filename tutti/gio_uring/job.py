@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,9 +15,12 @@ from tutti.gio_uring.engine_structs import JobReport
 
 
 class JobEngine(Protocol):
-    """The engine of a job.  handle: the native engine.  guard: runs callbacks."""
+    """The engine of a job.  handle: the native engine.  guard: runs callbacks.  free_job: see
+    gio_job_free.
+    """
 
     guard: Guard
+    free_job: Callable[..., None]
 
     @property
     def handle(self) -> int: ...
@@ -37,6 +39,7 @@ class Job:
     """
 
     _on_ready: Callable[[], None] | None = None
+    _callback: Callable[[Job], None] | None = None
     _released = False
 
     def __init__(
@@ -53,12 +56,11 @@ class Job:
         self.tag = tag
         self.page_status = page_status
         self._callback = on_released
-        self._lock = threading.Lock()
-        self._free = _native.quick().gio_job_free
+        self._free = engine.free_job
 
     def __del__(self) -> None:
         """Frees the native job; the native threads free one that was not released."""
-        if getattr(self, "_released", False):
+        if self._released:
             self._free(self.native)
 
     def report(self) -> JobReport:
@@ -129,17 +131,15 @@ class Job:
 
     def on_released(self, callback: Callable[[Job], None] | None) -> None:
         """Calls back once no command is outstanding, or now if none is; replaces an earlier one."""
-        with self._lock:
-            if not self._released:
-                self._callback = callback
-                return
-        if callback is not None:
-            self._engine.guard.call("a completion callback", callback, self)
+        self._callback = callback
+        if self._released:  # and `release` may have missed it
+            callback = vars(self).pop("_callback", None)
+            if callback is not None:
+                self._engine.guard.call("a completion callback", callback, self)
 
     def release(self) -> Callable[[Job], None] | None:
         """Marks the job as released, drops its arrays, and returns its callback."""
-        with self._lock:
-            self._released = True
-            self._keep = ()
-            callback, self._callback, self._on_ready = self._callback, None, None
-            return callback
+        self._released = True  # before the look at the callback: pairs with on_released
+        self._keep, self._on_ready = (), None
+        callback: Callable[[Job], None] | None = vars(self).pop("_callback", None)
+        return callback
