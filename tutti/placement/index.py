@@ -117,6 +117,7 @@ class Index:
             slot_mask=(1 << slots.bit_length()) - 1,
         )
         self._handle = ctypes.byref(self.native)
+        self._match = quick().tutti_index_match  # to find it takes a microsecond
         self._found: tuple[Slots, int] = np.empty(0, np.int64), 0
         self._clear_catalogue()
 
@@ -134,12 +135,17 @@ class Index:
 
         Counts as an access of every slot returned. The array is valid until the next look-up.
         """
-        n = len(keys)
-        assert keys.nbytes == n * KEY_NBYTES, "a key is 16 bytes"
+        length = self.prefix(keys)
+        return self._found[0][:length]
+
+    def prefix(self, keys: Keys) -> int:
+        """As `match`: how many slots it would return."""
+        n, raw = len(keys), keys.tobytes()  # to copy few takes less time than to find the address
+        assert len(raw) == n * KEY_NBYTES, "a key is 16 bytes"
         self.begin_use()
-        found, place = self._found if n <= self._found[0].size else self._room(n)
-        raw = keys.tobytes()  # of few keys a copy takes less time than to find their address
-        return found[: quick().tutti_index_match(self._handle, raw, n, self.uses, place)]
+        place = self._found[1] if n <= self._found[0].size else self._room(n)[1]
+        length: int = self._match(self._handle, raw, n, self.uses, place)
+        return length
 
     def look(self, keys: Keys) -> Slots:
         """As `match`, but for every key on its own: its slot or MISSING, shape (n,)."""

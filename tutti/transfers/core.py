@@ -216,10 +216,13 @@ class Core(InFlight):
                 if not self.ready:
                     return 0
                 self.lookup_pins.lookup()
-                found = self.index.match(keys)
-                hits = self.proven_prefix(found) if proven else found.size
-                if pin is not False:
-                    hits = self.lookup_pins.pin(pin, found[:hits])
+                if proven or pin is not False:
+                    found = self.index.match(keys)
+                    hits = self.proven_prefix(found) if proven else found.size
+                    if pin is not False:
+                        hits = self.lookup_pins.pin(pin, found[:hits])
+                else:
+                    hits = self.index.prefix(keys)
                 self._count_lookup(len(keys), hits, pin is not False)
                 return hits
         except BaseException:
