@@ -226,7 +226,7 @@ class Store(ABC):
             text("batch", batch)
             flag("ahead", ahead)
         array, paged = as_keys(keys), self._memory(memory)
-        numbers = paged.check_pages(pages, once=self.config.verify != "off", n=len(array))
+        numbers = paged.page_numbers(pages, once=self.config.verify != "off", n=len(array))
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:

@@ -195,7 +195,7 @@ int tutti_put_end(const tutti_put* put, uint64_t n, const uint64_t* words) {
 }
 
 int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
-                         uint32_t uses, uint32_t verify, uint64_t* plan,
+                         uint32_t uses, uint32_t verify, uint64_t* plan, const uint32_t* pages,
                          const tutti_slot_job* job) {
   const int64_t runs = tutti_load_plan(tables, keys, n, uses, verify, plan);
   if (runs < 0 || job == nullptr) return runs;
@@ -205,6 +205,7 @@ int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, u
   if (!is_one_job(marks, n, verify != 0)) return runs;
   tutti_slot_job own = *job;
   const bool compare = verify != 0 && (marks[0] & kTuttiHasDigests) != 0;
+  own.pages = pages;
   own.opcode = gio::kRead;
   own.priority = gio::kLoads;
   own.digests = compare ? digests : nullptr;

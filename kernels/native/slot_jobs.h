@@ -40,14 +40,14 @@ struct tutti_slot_job {
 TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                                    uint64_t* words);
 
-// As tutti_load_plan. Then submits the load (ignoring job->digests and the opcode) if one job can
-// move it: no object is unproven, and either all needed digests are known or none is needed. The
-// job's words follow the plan. A result below kTuttiNotStarted is kTuttiNotStarted minus an errno
+// As tutti_load_plan. Then submits the load (ignoring the job's pages, digests and opcode) to pages
+// u32[n] if one job can move it: no object is unproven, and either all needed digests are known or
+// none is needed. The job's words follow the plan. A result below kTuttiNotStarted is kTuttiNotStarted minus an errno
 // of the submission; nothing is pinned then. job 0: submits nothing.
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
                                    uint32_t uses, uint32_t verify, uint64_t* plan,
-                                   const tutti_slot_job* job);
+                                   const uint32_t* pages, const tutti_slot_job* job);
 
 // The common fields of a pool's puts, and the fields of one; mirrored by tutti/pool/slot_jobs.py.
 struct tutti_put {

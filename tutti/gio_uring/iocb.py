@@ -94,8 +94,19 @@ class PagedMemory:
             io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
         return io
 
+    @cached_property
+    def iocb_address(self) -> int:
+        """Of ``iocb``."""
+        return ctypes.addressof(self.iocb)
+
     def check_pages(self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None) -> U32:
-        """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.  n: the number of keys.
+        """``page_numbers`` as an array, uint32 (n,)."""
+        return np.frombuffer(self.page_numbers(pages, once=once, n=n), UINT32)
+
+    def page_numbers(
+        self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None
+    ) -> bytes:
+        """A copy of ``pages`` as u32[n].  once: refuse duplicates.  n: the number of keys.
 
         Raises PageRangeError, ConfigError for duplicates or another number of pages than of keys.
         """
@@ -105,8 +116,8 @@ class PagedMemory:
         if n is not None and n != array.size:
             raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
         known = array if array.dtype in _COPIED else array.astype(np.int64)
-        numbers = np.empty(array.size, UINT32)
-        arguments = (known.tobytes(), known.itemsize, array.size, self.pages, address(numbers))
+        numbers = bytes(4 * array.size)  # with the address of few bytes, a call is short
+        arguments = (known.tobytes(), known.itemsize, array.size, self.pages, numbers)
         ascends = _native.quick().gio_copy_pages(*arguments)
         if ascends < 0:
             bad = min(0, int(array.min())) or int(array.max())
@@ -114,7 +125,7 @@ class PagedMemory:
                 f"page {bad} is outside the registered memory of {self.pages} pages; "
                 f"use page numbers from 0 to {self.pages - 1}"
             )
-        if once and not ascends and len(set(numbers.tolist())) != numbers.size:
+        if once and not ascends and len(set(array.tolist())) != array.size:
             raise ConfigError("a page is named twice; pass a different page for each key")
         return numbers
 

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, Keys, Mask, Rows
+from tutti.base.arrays import Keys, Mask, Rows
 from tutti.base.callbacks import Guard
 from tutti.errors import AgentLost, AgentRefused, KeyMissing, PoolClosed, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
@@ -172,7 +172,7 @@ class ClientLoader:
     def load(
         self,
         keys: Keys,
-        pages: U32,
+        pages: bytes,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -197,6 +197,7 @@ class ClientLoader:
             state.end(memory)
 
         left = _Countdown(over, sum(len(jobs) for _, jobs in parts))
+        numbers = np.frombuffer(pages, np.uint32)
         timeout_s = state.config.timeout_s
         read = partial(session.read, memory=memory, timeout_s=timeout_s, **order)
         try:
@@ -204,7 +205,7 @@ class ClientLoader:
                 while jobs:  # bounded: each turn takes one
                     job = jobs.pop(0)
                     try:
-                        transfer, rows = read(job, pages[start:], on_released=left.end)
+                        transfer, rows = read(job, numbers[start:], on_released=left.end)
                     except BaseException:
                         left.end()
                         raise

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Keys, Slots
 from tutti.medium.keys import KEY_NBYTES
-from tutti.native import ANSWER_NBYTES, NativeLoadTables, address, quick
+from tutti.native import ANSWER_NBYTES, NativeLoadTables, quick
 from tutti.placement.digest_cache import DigestCache
 from tutti.placement.index import Index
 from tutti.placement.reuse import ReuseHistory
@@ -24,7 +24,8 @@ MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
 class LoadPlan:
     """The slots of a load's keys, which are pinned, and what is known of them, in one block of
-    memory that native code writes.
+    memory that native code writes.  It is of bytes, as to make an array and to find its address
+    would take longer than the plan; the arrays of it are read-only.
 
     runs: number of runs that the slots form.  refused: 0, or a negative errno if the job that was
     to move them could not be submitted; then nothing is pinned.
@@ -34,30 +35,30 @@ class LoadPlan:
     __slots__ = ("_keys", "_layers", "_status", "block", "refused", "runs")
 
     def __init__(self, keys: int, layers: int, more: int, rest: int = 0) -> None:
-        self.block: U64 = np.empty(keys * (2 + layers + more) + keys // 8 + 2 + rest, np.uint64)
+        self.block = bytes(8 * (keys * (2 + layers + more) + keys // 8 + 2 + rest))
         self._status: U32 | None = None  # made when it is asked for
         self._keys, self._layers, self.runs, self.refused = keys, layers, 0, 0
 
     @property
     def slots(self) -> Slots:
         """Slot of each key, (n,)."""
-        return self.block[: self._keys].view(np.int64)
+        return np.frombuffer(self.block, np.int64, self._keys)
 
     @property
     def sequences(self) -> U64:
         """Sequence numbers of the objects, (n,)."""
-        return self.block[self._keys : 2 * self._keys]
+        return np.frombuffer(self.block, np.uint64, self._keys, 8 * self._keys)
 
     @property
     def digests(self) -> U64:
         """Digests of the slices, (n, layers); valid in rows with MARK_KNOWN."""
         n, layers = self._keys, self._layers
-        return self.block[2 * n : (2 + layers) * n].reshape(n, layers)
+        return np.frombuffer(self.block, np.uint64, n * layers, 16 * n).reshape(n, layers)
 
     @property
     def marks(self) -> npt.NDArray[np.uint8]:
         """MARK bits, (n,)."""
-        return self.block[(2 + self._layers) * self._keys :].view(np.uint8)[: self._keys]
+        return np.frombuffer(self.block, np.uint8, self._keys, 8 * (2 + self._layers) * self._keys)
 
     @property
     def status(self) -> U32:
@@ -79,9 +80,10 @@ class LoadAnswer(LoadPlan):
     @property
     def answer(self) -> memoryview | None:
         """The message; None where several jobs are needed, or digests have to be read first."""
-        start = (2 + self._layers) * self._keys + self._keys // 8 + 1
-        nbytes, first = int(self.block.item(start)), 8 * (start + 1)
-        return self.block.data.cast("B")[first : first + nbytes] if nbytes else None
+        size = 8 * ((2 + self._layers) * self._keys + self._keys // 8 + 1)
+        first = size + 8
+        nbytes = int.from_bytes(self.block[size:first], "little")
+        return memoryview(self.block)[first : first + nbytes] if nbytes else None
 
 
 class LoadPlanner:
@@ -96,6 +98,7 @@ class LoadPlanner:
         tables = (index.native, history.native, digests.native)
         self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)
+        self._start = quick().tutti_load_start  # to find it takes a microsecond
 
     def begin(
         self,
@@ -104,23 +107,24 @@ class LoadPlanner:
         verify: bool,
         plan: LoadPlan | None = None,
         start: ctypes.Structure | None = None,
+        pages: bytes | None = None,
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        verify: digests of proven objects are wanted too.  start: the job that is to move them if
-        one can, see tutti_load_start.
+        verify: digests of proven objects are wanted too.  start: the job that is to move them to
+        ``pages``, u32[n], if one can, see tutti_load_start.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
         index, n = self._index, len(keys)
-        assert keys.nbytes == n * KEY_NBYTES, "a key is 16 bytes"
+        raw = keys.tobytes()
+        assert len(raw) == n * KEY_NBYTES, "a key is 16 bytes"
         index.begin_use()
         if not index.native.hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        arguments = (self._handle, keys.tobytes(), n, index.uses, verify, address(plan.block))
         job = None if start is None else ctypes.byref(start)
-        runs = quick().tutti_load_start(*arguments, job)
+        runs = self._start(self._handle, raw, n, index.uses, verify, plan.block, pages, job)
         if runs >= 0:
             plan.runs = runs
         elif runs >= -n:
@@ -137,7 +141,7 @@ class LoadPlanner:
         if not index.native.hits:
             index.own("hits")
         plan = LoadAnswer(n, self._layers)
-        arguments = (self._handle, keys, n, index.uses, verify, job, address(plan.block))
+        arguments = (self._handle, keys, n, index.uses, verify, job, plan.block)
         plan.runs = quick().tutti_load_answer(*arguments)
         if plan.runs < 0:
             raise LookupError(-1 - plan.runs)

@@ -82,16 +82,15 @@ class SlotJobs:
         self,
         struct: SlotJobStruct,
         job: Job,
-        pages: U32,
         memory: PagedMemory,
         *,
         held: bool = False,
         ahead: bool = False,
     ) -> SlotJobStruct:
-        """A copy of ``common`` for an open job, with which native code starts it."""
+        """Fills a copy of ``common`` for an open job, with which native code starts it."""
         if self._engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
             struct.descriptors_max = self._engine.descriptors_of(memory)
-        struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
+        struct.memory = memory.iocb_address
         struct.job, struct.tag = ctypes.addressof(job.native), job.tag
         struct.held, struct.ahead = held, ahead
         return struct
@@ -110,7 +109,8 @@ class SlotJobs:
         keep = (words, pages, memory, digests)
         job = self._engine.open_job(words.view(np.uint32)[:n], keep, options.get("on_released"))
         struct = SlotJobStruct.from_buffer_copy(self.common)
-        self.fill(struct, job, pages, memory, held=options.get("held", False))
+        self.fill(struct, job, memory, held=options.get("held", False))
+        struct.pages = address(pages)
         struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)
         struct.flags = FUA if options.get("fua") else 0
         struct.timeout_ns = nanoseconds(options.get("timeout_s", TIMEOUT_S))

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -129,7 +130,7 @@ class Loader:
     def load(
         self,
         keys: Keys,
-        pages: U32,
+        pages: bytes,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -140,22 +141,22 @@ class Loader:
 
         Raises NotAdmitted if it is not admitted yet and not to wait.
         """
-        core = self._core
+        core, n = self._core, len(keys)
         with core.lock:
             if admit and not core.ready:
                 if not waits:
                     raise NotAdmitted(f"{core.quiesced_by or 'recovery'} is under way; try again")
                 core.wait_admitted(core.config.timeout_s, memory)
-            progress = LoadProgress(pages.size, core.layers, core.guard, core.load_latency)
+            progress = LoadProgress(n, core.layers, core.guard, core.load_latency)
             core.begin(memory)
             try:
-                settle, every = self._begin(progress, keys, pages, memory, order)
+                plan, every = self._begin(progress, keys, pages, memory, order)
             except BaseException:
                 core.end(memory)
                 raise
         if not progress.parts:
-            batch = _Pages(keys, settle.plan.slots, settle.plan, pages, memory)
-            self._load_parts(batch, settle, every, order)
+            batch = _Pages(keys, plan.slots, plan, np.frombuffer(pages, np.uint32), memory)
+            self._load_parts(batch, _Settle(self, progress, plan, memory), every, order)
         return progress
 
     def plan(self, keys: bytes, job: int) -> tuple[LoadAnswer, bool]:
@@ -193,29 +194,29 @@ class Loader:
         core, n = self._core, plan.slots.size
         core.moved_elsewhere(OPCODE_READ, int(np.count_nonzero(status == 0)))
         progress = LoadProgress(n, core.layers, core.guard, core.load_latency, begun_s)
-        self.settle(_Settle(self, progress, plan), status)
+        self.settle(progress, plan, None, status=status)
 
     def _verifies_every(self) -> bool:
         policy = self._core.config.verify
         return policy == "always" or (policy == "sampled" and self.begun % SAMPLE_ONE_IN == 0)
 
     def _begin(
-        self, progress: LoadProgress, keys: Keys, pages: U32, memory: PagedMemory, order: Order
-    ) -> tuple[_Settle, bool]:
+        self, progress: LoadProgress, keys: Keys, pages: bytes, memory: PagedMemory, order: Order
+    ) -> tuple[LoadPlan, bool]:
         """Finds every key, checks that it may be served, pins its slot, and submits the load if one
         job of the engine can move it.  Also returns whether proven objects are verified.
         """
         core, every = self._core, self._verifies_every()
         is_ours = memory.path is None
         plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words if is_ours else 0)
-        settle = _Settle(self, progress, plan, memory)
         job, start = None, None
         try:
             if is_ours:
-                job = core.engine.open_job(NO_STATUS, (plan, pages, memory), settle.end_part)
+                ended = partial(self.settle, progress, plan, memory)
+                job = core.engine.open_job(NO_STATUS, (plan, pages, memory), ended)
                 progress.parts, progress.plan = [LoadPart(job, None, whole=False)], plan
-                start = core.slot_jobs.fill(core.slot_jobs.load, job, pages, memory, **order)
-            if core.planner.begin(keys, verify=every, plan=plan, start=start).refused:
+                start = core.slot_jobs.fill(core.slot_jobs.load, job, memory, **order)
+            if core.planner.begin(keys, verify=every, plan=plan, start=start, pages=pages).refused:
                 core.engine.check_started(None, plan.refused)
         except LookupError as error:
             raise _missing(error, len(keys)) from None
@@ -225,7 +226,7 @@ class Loader:
                 progress.parts, progress.plan = [], None  # or a cycle keeps the memory alive
         self.begun += 1
         core.counters.load_runs += plan.runs
-        return settle, every
+        return plan, every
 
     def _load_parts(self, batch: _Pages, settle: _Settle, every: bool, order: Order) -> None:
         """Submits a load that one native call cannot: of several kinds of rows, or by a path."""
@@ -247,7 +248,7 @@ class Loader:
         core = self._core
         rows, unknown, verify, whole = part
         slots, pages = batch.slots, batch.pages
-        digests = batch.plan.digests if verify else None
+        digests = batch.plan.digests.copy() if verify else None  # to be completed
         if rows.size != slots.size:
             slots, pages = slots[rows], pages[rows]
             digests = None if digests is None else digests[rows]
@@ -385,12 +386,22 @@ class Loader:
             core.digests.put(slots[right], sequences[right], found[right])
         return found, status
 
-    def settle(self, settle: _Settle, status: U32 | None = None) -> None:
+    def settle(
+        self,
+        progress: LoadProgress,
+        plan: LoadPlan,
+        memory: PagedMemory | None,
+        _: object = None,
+        *,
+        unproven: Mask | None = None,
+        status: U32 | None = None,
+    ) -> None:
         """All jobs of a load were released: unpins, proves and quarantines.
 
-        status: of the pages, (n,); by default that of the jobs.
+        memory: None where another process moved the pages.  unproven: mask of rows, if there are
+        some.  status: of the pages, (n,); by default that of the jobs.
         """
-        core, progress, slots = self._core, settle.progress, settle.plan.slots
+        core, slots = self._core, plan.slots
         status = progress.status(STATUS_CANCELLED) if status is None else status
         failed = int(np.count_nonzero(status))
         loaded = progress.keys - failed
@@ -399,10 +410,10 @@ class Loader:
             self.ended += 1
             core.counters.loaded += loaded
             core.counters.payload_read_nbytes += loaded * core.object_nbytes
-            if failed or settle.unproven is not None or self._reclaimer.faults.unread:
-                self._judge(slots, settle.unproven, status)
+            if failed or unproven is not None or self._reclaimer.faults.unread:
+                self._judge(slots, unproven, status)
         progress.settle()
-        core.end(settle.memory)
+        core.end(memory)
 
     def _judge(self, slots: Slots, unproven: Mask | None, status: U32) -> None:
         """Proves, removes or quarantines objects by the result of a load.  Lock held."""
@@ -469,10 +480,7 @@ class _RecordRead:
 
 
 class _Settle:
-    """Counts the jobs of one load and settles it after the last.
-
-    unproven: mask of rows, if there are some.  memory: None where another process moves the pages.
-    """
+    """Counts the jobs of a load of several and settles it after the last; see Loader.settle."""
 
     __slots__ = ("_loader", "_parts", "memory", "plan", "progress", "unproven")
 
@@ -486,7 +494,7 @@ class _Settle:
         self._loader, self.progress, self.plan = loader, progress, plan
         self.memory = memory
         self.unproven: Mask | None = None
-        self._parts = 1  # the submission itself, or the only job
+        self._parts = 1  # the submission itself
 
     def add_part(self) -> None:
         with self._loader.lock:
@@ -497,4 +505,4 @@ class _Settle:
             self._parts -= 1
             last = self._parts == 0
         if last:
-            self._loader.settle(self)
+            self._loader.settle(self.progress, self.plan, self.memory, unproven=self.unproven)

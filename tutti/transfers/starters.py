@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict, Unpack
 
-from tutti.base.arrays import U32, Keys
+from tutti.base.arrays import Keys
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.tickets import LoadProgress
@@ -37,12 +37,12 @@ class PartStarter(Protocol):
 
 
 class LoadStarter(Protocol):
-    """Starts loads; see Loader."""
+    """Starts loads; see Loader.  pages: u32[n]."""
 
     def load(
         self,
         keys: Keys,
-        pages: U32,
+        pages: bytes,
         memory: PagedMemory,
         *,
         admit: bool = False,

@@ -152,7 +152,7 @@ class TransferQueue(Owned):
     def load(
         self,
         keys: npt.NDArray[np.uint8],
-        pages: Any,
+        pages: bytes,
         memory: PagedMemory,
         batch: str,
         ahead: bool,
