@@ -2,12 +2,15 @@
 // classes fill the entries.
 #pragma once
 
+#include <linux/futex.h>
 #include <linux/io_uring.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <ctime>
 #include <vector>
 
 #include "executor.h"
@@ -52,6 +55,7 @@ class UringLoop : public Executor {
     sqe->fd = static_cast<int>(op->file + (op->is_buffered ? first_buffered_ : 0));
     sqe->flags = IOSQE_FIXED_FILE;
     sqe->user_data = reinterpret_cast<u64>(op);
+    ++under_way_;
     fill(sqe, *op);
     if (op->nbytes >= kLargeNbytes && ring_.unsubmitted() >= kLargeAtOnce) enter(0);
   }
@@ -61,10 +65,14 @@ class UringLoop : public Executor {
     collect(done);
     if (done->size() != before) timeout_ns = 0;
     if (timeout_ns != 0) timeout_ns = prepare_sleep(timeout_ns);
-    if (timeout_ns != 0 || ring_.unsubmitted() != 0 || ring_.wants_enter()) enter(timeout_ns);
+    if (timeout_ns != 0 && dozes()) {
+      doze(timeout_ns);
+    } else if (timeout_ns != 0 || ring_.unsubmitted() != 0 || ring_.wants_enter()) {
+      enter(timeout_ns);
+    }
     // Pairs with wake(): the caller looks at what it signalled before, prepare_sleep() after this.
-    sleeping_.store(false, std::memory_order_seq_cst);
-    signalled_.exchange(false, std::memory_order_seq_cst);
+    sleep_.store(kAwake, std::memory_order_seq_cst);
+    signalled_.exchange(0, std::memory_order_seq_cst);
     collect(done);
   }
 
@@ -78,9 +86,12 @@ class UringLoop : public Executor {
   }
 
   void wake() override {
-    // Pairs with prepare_sleep(): either it sees the signal, or this side sees it sleeping.
-    signalled_.store(true, std::memory_order_seq_cst);
-    if (!sleeping_.load(std::memory_order_seq_cst)) return;  // pairs with prepare_sleep()
+    // Pairs with prepare_sleep(): either it sees the signal, or this side sees it sleeping.  Who
+    // signals before it has looked wakes it for others too.
+    if (signalled_.exchange(1, std::memory_order_seq_cst) != 0) return;
+    const Sleep sleep = sleep_.load(std::memory_order_seq_cst);  // pairs with prepare_sleep()
+    if (sleep == kDozing) syscall(SYS_futex, &signalled_, FUTEX_WAKE_PRIVATE, 1, nullptr);
+    if (sleep != kInRing) return;
     const u64 one = 1;
     // Fails only if the counter would overflow: then the sleeper was woken long ago.
     if (write(wake_fd_, &one, sizeof(one)) < 0) return;
@@ -105,9 +116,20 @@ class UringLoop : public Executor {
   static constexpr u32 kLargeAtOnce = 2;
   static constexpr u64 kLargeNbytes = 128 << 10;
 
+  // How the thread sleeps: dozing without requests, as it takes others longer to wake it in a ring.
+  enum Sleep : u32 { kAwake, kInRing, kDozing };
+  bool dozes() const { return under_way_ == 0 && ring_.unsubmitted() == 0; }
+
+  // Sleeps until signalled_ is set.
+  void doze(u64 timeout_ns) {
+    const timespec limit = {static_cast<time_t>(timeout_ns / 1'000'000'000),
+                            static_cast<long>(timeout_ns % 1'000'000'000)};
+    syscall(SYS_futex, &signalled_, FUTEX_WAIT_PRIVATE, 0, &limit);  // returns if it is set
+  }
+
   // The time to sleep: 0 if wake() was called since the last sleep.
   u64 prepare_sleep(u64 timeout_ns) {
-    if (!wake_armed_) {
+    if (!wake_armed_ && !dozes()) {
       io_uring_sqe* sqe = ring_.next_sqe();
       if (sqe != nullptr) {
         sqe->opcode = IORING_OP_READ;
@@ -118,8 +140,8 @@ class UringLoop : public Executor {
         wake_armed_ = true;
       }
     }
-    sleeping_.store(true, std::memory_order_seq_cst);  // pairs with wake()
-    return signalled_.exchange(false, std::memory_order_seq_cst) ? 0 : timeout_ns;
+    sleep_.store(dozes() ? kDozing : kInRing, std::memory_order_seq_cst);  // pairs with wake()
+    return signalled_.exchange(0, std::memory_order_seq_cst) != 0 ? 0 : timeout_ns;
   }
 
   void enter(u64 timeout_ns) {
@@ -141,6 +163,7 @@ class UringLoop : public Executor {
     if (user_data == kWakeTag) {
       wake_armed_ = false;
     } else if (user_data != kCancelTag) {
+      --under_way_;
       Op* op = reinterpret_cast<Op*>(user_data);
       done->push_back({op, result_of(fds_[op->file], *op, outcome(*op, result))});
     }
@@ -152,8 +175,9 @@ class UringLoop : public Executor {
   u64 wake_value_ = 0;
   bool wake_armed_ = false;
   std::vector<Done> failed_;
-  std::atomic<bool> signalled_{false};
-  std::atomic<bool> sleeping_{false};
+  u32 under_way_ = 0;  // requests that the ring has
+  std::atomic<u32> signalled_{0};
+  std::atomic<Sleep> sleep_{kAwake};
 };
 
 }  // namespace gio
