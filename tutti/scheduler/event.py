@@ -21,7 +21,7 @@ class Tick:
     at_ns: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class LoadKnown:
     """There is something to read, layer by layer; see Load.
 
@@ -34,10 +34,35 @@ class LoadKnown:
     layer_nbytes: int
     tokens: int
     prefix_tokens: int
-    unit_layers: int = 1
-    batch: str = ""
-    kind: LoadKind = LoadKind.LOAD
-    at_once: bool = False
+    unit_layers: int
+    batch: str
+    kind: LoadKind
+    at_once: bool
+
+    # Compiled, unlike that of a dataclass, which takes twice as long; every load makes one.
+    def __init__(  # noqa: PLR0913 - one for each field
+        self,
+        at_ns: int,
+        name: str,
+        layers: int,
+        layer_nbytes: int,
+        tokens: int,
+        prefix_tokens: int,
+        unit_layers: int = 1,
+        batch: str = "",
+        kind: LoadKind = LoadKind.LOAD,
+        at_once: bool = False,
+    ) -> None:
+        self.at_ns = at_ns
+        self.name = name
+        self.layers = layers
+        self.layer_nbytes = layer_nbytes
+        self.tokens = tokens
+        self.prefix_tokens = prefix_tokens
+        self.unit_layers = unit_layers
+        self.batch = batch
+        self.kind = kind
+        self.at_once = at_once
 
 
 @dataclass(slots=True)
