@@ -7,7 +7,6 @@ import copy
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -66,7 +65,7 @@ class InFlight(Owned):
         self.changed = threading.Condition(self.lock)
         self.counters = Counters()
         self.in_flight = 0  # operations
-        self._uses = defaultdict[int, int](int)  # transfers under way of each memory, by its id
+        self._uses: dict[int, int] = {}  # transfers under way of each memory, by its id
         self._withdrawn: set[int] = set()  # memory that is being unregistered
         # Wakes the queue's thread, which then also calls refill; an interrupted put keeps no lock.
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -100,7 +99,7 @@ class InFlight(Owned):
             place = id(memory)
             if place in self._withdrawn:
                 raise ConfigError("this memory is being unregistered; use other memory")
-            self._uses[place] += 1
+            self._uses[place] = self._uses.get(place, 0) + 1
         self.in_flight += 1
 
     def end(self, memory: PagedMemory | None = None) -> None:

@@ -335,6 +335,7 @@ class LoadProgress(Latch):
         self._begun_s = begun_s or time.monotonic()
         self.keys = keys
         self.layers = layers
+        self._is_set = False  # found sooner than that of the class
         self.parts: list[LoadPart] = []
         self._callbacks: list[Callable[[], None]] = []
 
