@@ -18,7 +18,7 @@ from tutti.base.units import format_nbytes
 from tutti.errors import ConfigError, PoolMismatch, TuttiError
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.engine import Engine
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import PagedMemory, as_pages
 from tutti.medium.geometry import Geometry
 from tutti.medium.keys import as_keys
 from tutti.medium.layout import KVLayout, differences
@@ -226,7 +226,9 @@ class Store(ABC):
             text("batch", batch)
             flag("ahead", ahead)
         array, paged = as_keys(keys), self._memory(memory)
-        numbers = paged.page_numbers(pages, once=self.config.verify != "off", n=len(array))
+        numbers = as_pages(pages, len(array))  # their range is checked as the load starts
+        if paged.path is not None:
+            numbers = paged.check_pages(numbers, once=self.config.verify != "off")
         return LoadTicket(self._queue.load(array, numbers, paged, batch, ahead))
 
     def delete(self, keys: KeyArray, *, timeout_s: float = 30.0) -> int:

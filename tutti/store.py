@@ -216,8 +216,7 @@ class ObjectStore(Owned, Store):
         numbers = np.arange(len(keys), dtype=np.uint32)
         settled = True
         try:
-            given = keys, numbers.tobytes(), memory.memory
-            progress = self._queue.load(*given, "", ahead=True, admit=False)
+            progress = self._queue.load(keys, numbers, memory.memory, "", ahead=True, admit=False)
             settled = progress.wait_settled(timeout_s)
         except PagesInUse as error:
             settled = error.wait_settled(timeout_s)

@@ -40,14 +40,25 @@ struct tutti_slot_job {
 TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                                    uint64_t* words);
 
-// As tutti_load_plan. Then submits the load (ignoring the job's pages, digests and opcode) to pages
-// u32[n] if one job can move it: no object is unproven, and either all needed digests are known or
-// none is needed. The job's words follow the plan. A result below kTuttiNotStarted is kTuttiNotStarted minus an errno
-// of the submission; nothing is pinned then. job 0: submits nothing.
+// As tutti_load_plan. Then submits the load if one job can move it: no object is unproven, and
+// either all needed digests are known or none is needed. common: fields of all jobs; 0: submits
+// nothing. pages: numbers of `page_bytes` bytes each, below memory->n_pages. The job's words follow
+// the plan, and n / 2 + 1 words for the pages follow these. A result below kTuttiNotStarted is
+// kTuttiNotStarted minus an errno of the submission, or kTuttiBadPages if a page is not in the
+// memory, or (kTuttiLoadOnce) pages do not ascend; nothing is pinned then.
+enum TuttiLoadFlag : uint32_t {
+  kTuttiLoadVerified = 1,  // `verify`
+  kTuttiLoadOnce = 2,
+  kTuttiLoadHeld = 4,
+  kTuttiLoadAhead = 8,
+};
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
+constexpr int64_t kTuttiBadPages = -(int64_t{1} << 33);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
-                                   uint32_t uses, uint32_t verify, uint64_t* plan,
-                                   const uint32_t* pages, const tutti_slot_job* job);
+                                   uint32_t uses, uint32_t flags, uint64_t* plan,
+                                   const tutti_slot_job* common, const uint8_t* pages,
+                                   uint32_t page_bytes, const gio::Iocb* memory, uint64_t tag,
+                                   gio::Job** job);
 
 // The common fields of a pool's puts, and the fields of one; mirrored by tutti/pool/slot_jobs.py.
 struct tutti_put {

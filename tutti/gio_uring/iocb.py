@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, UINT32
+from tutti.base.arrays import U32, U64, UINT32, Integers
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES
@@ -87,8 +87,8 @@ class PagedMemory:
 
     @cached_property
     def iocb(self) -> IocbStruct:
-        """An I/O control block with the fields that depend only on this memory."""
-        io = IocbStruct()
+        """An I/O control block with the fields that depend only on this memory.  n_pages: all."""
+        io = IocbStruct(n_pages=self.pages)
         io.bases, (io.n_layers, io.n_segments) = address(self.table), self.table.shape
         for k, nbytes in enumerate(self.segment_nbytes):
             io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
@@ -100,24 +100,13 @@ class PagedMemory:
         return ctypes.addressof(self.iocb)
 
     def check_pages(self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None) -> U32:
-        """``page_numbers`` as an array, uint32 (n,)."""
-        return np.frombuffer(self.page_numbers(pages, once=once, n=n), UINT32)
-
-    def page_numbers(
-        self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None
-    ) -> bytes:
-        """A copy of ``pages`` as u32[n].  once: refuse duplicates.  n: the number of keys.
+        """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.  n: the number of keys.
 
         Raises PageRangeError, ConfigError for duplicates or another number of pages than of keys.
         """
-        array = np.asarray(pages)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise PageRangeError("pages must be a one-dimensional sequence of integers")
-        if n is not None and n != array.size:
-            raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
-        known = array if array.dtype in _COPIED else array.astype(np.int64)
-        numbers = bytes(4 * array.size)  # with the address of few bytes, a call is short
-        arguments = (known.tobytes(), known.itemsize, array.size, self.pages, numbers)
+        array = as_pages(pages, n)
+        numbers = np.empty(array.size, UINT32)
+        arguments = (array.tobytes(), array.itemsize, array.size, self.pages, address(numbers))
         ascends = _native.quick().gio_copy_pages(*arguments)
         if ascends < 0:
             bad = min(0, int(array.min())) or int(array.max())
@@ -125,9 +114,22 @@ class PagedMemory:
                 f"page {bad} is outside the registered memory of {self.pages} pages; "
                 f"use page numbers from 0 to {self.pages - 1}"
             )
-        if once and not ascends and len(set(array.tolist())) != array.size:
+        if once and not ascends and len(set(numbers.tolist())) != numbers.size:
             raise ConfigError("a page is named twice; pass a different page for each key")
         return numbers
+
+
+def as_pages(pages: npt.ArrayLike, n: int | None = None) -> Integers:
+    """Page numbers as an array of integers, (n,), that native code reads; of any size as yet.
+
+    n: the number of keys.  Raises PageRangeError, ConfigError for another number of pages.
+    """
+    array = np.asarray(pages)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PageRangeError("pages must be a one-dimensional sequence of integers")
+    if n is not None and n != array.size:
+        raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
+    return array if array.dtype in _COPIED else array.astype(np.int64)
 
 
 def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> PagedMemory:

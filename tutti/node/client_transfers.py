@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import Keys, Mask, Rows
+from tutti.base.arrays import Integers, Keys, Mask, Rows
 from tutti.base.callbacks import Guard
 from tutti.errors import AgentLost, AgentRefused, KeyMissing, PoolClosed, TuttiError
 from tutti.gio_uring.iocb import PagedMemory
@@ -172,7 +172,7 @@ class ClientLoader:
     def load(
         self,
         keys: Keys,
-        pages: bytes,
+        pages: Integers,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -184,6 +184,7 @@ class ClientLoader:
         if session is None:
             raise KeyMissing("the agent is not connected, so look-ups miss; compute the pages")
         state, progress = self._state, LoadProgress(len(keys), self._state.layers)
+        numbers = memory.check_pages(pages, once=state.config.verify != "off")
         with state.lock:
             state.begin(memory)
         try:
@@ -197,7 +198,6 @@ class ClientLoader:
             state.end(memory)
 
         left = _Countdown(over, sum(len(jobs) for _, jobs in parts))
-        numbers = np.frombuffer(pages, np.uint32)
         timeout_s = state.config.timeout_s
         read = partial(session.read, memory=memory, timeout_s=timeout_s, **order)
         try:

@@ -6,6 +6,7 @@ Not thread-safe: the store holds a lock around it, as around the index.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,10 @@ from tutti.placement.index import Index
 from tutti.placement.reuse import ReuseHistory
 
 _NOT_STARTED = -(1 << 32)  #: `kTuttiNotStarted`, to which an errno is added
+BAD_PAGES = -(1 << 32)  #: `LoadPlan.refused` by `kTuttiBadPages`
+#: `TuttiLoadFlag`: how `LoadPlanner.begin` starts a load.
+LOAD_VERIFIED, LOAD_ONCE, LOAD_HELD, LOAD_AHEAD = 1, 2, 4, 8
+_NO_JOB = (None, None, 0, None, 0, None)
 #: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
 MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
@@ -28,7 +33,8 @@ class LoadPlan:
     would take longer than the plan; the arrays of it are read-only.
 
     runs: number of runs that the slots form.  refused: 0, or a negative errno if the job that was
-    to move them could not be submitted; then nothing is pinned.
+    to move them could not be submitted, or BAD_PAGES if a page is not in the memory, or (LOAD_ONCE)
+    may be named twice; then nothing is pinned.
     more: additional 8-byte words for each key at the end of the block.  rest: further words there.
     """
 
@@ -104,15 +110,14 @@ class LoadPlanner:
         self,
         keys: Keys,
         *,
-        verify: bool,
+        flags: int,
         plan: LoadPlan | None = None,
-        start: ctypes.Structure | None = None,
-        pages: bytes | None = None,
+        start: tuple[Any, ...] = _NO_JOB,
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        verify: digests of proven objects are wanted too.  start: the job that is to move them to
-        ``pages``, u32[n], if one can, see tutti_load_start.
+        flags: LOAD_VERIFIED if digests of proven objects are wanted too; the others are of the job.
+        start: the last arguments of tutti_load_start, for a job that is to move all, if one can.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
@@ -123,10 +128,9 @@ class LoadPlanner:
         if not index.native.hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        job = None if start is None else ctypes.byref(start)
-        runs = self._start(self._handle, raw, n, index.uses, verify, plan.block, pages, job)
+        runs = self._start(self._handle, raw, n, index.uses, flags, plan.block, *start)
         if runs >= 0:
-            plan.runs = runs
+            plan.runs, plan.refused = runs, 0
         elif runs >= -n:
             raise LookupError(-1 - runs)
         else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from tutti import native
-from tutti.base.arrays import U32, Slots
+from tutti.base.arrays import U32, Integers, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_RECORDS, Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds
@@ -46,7 +46,7 @@ class SlotJobs:
     """Starts jobs of one engine on the slots of one pool.  Thread-safe.
 
     slice_nlb, layer_stride_nlb: see Extents.  words: 8-byte words of memory that a job needs for
-    each slot; it needs one more word.  load: of the load that begins; its caller holds a lock.
+    each slot; it needs one more word.
     """
 
     def __init__(
@@ -76,24 +76,14 @@ class SlotJobs:
             slot_runs_max=slot_runs,
             timeout_ns=nanoseconds(timeout_s),
         )
-        self.load = SlotJobStruct.from_buffer_copy(self.common)
+        self._common = ctypes.byref(self.common)
 
-    def fill(
-        self,
-        struct: SlotJobStruct,
-        job: Job,
-        memory: PagedMemory,
-        *,
-        held: bool = False,
-        ahead: bool = False,
-    ) -> SlotJobStruct:
-        """Fills a copy of ``common`` for an open job, with which native code starts it."""
+    def load(self, job: Job, pages: Integers, memory: PagedMemory) -> tuple[Any, ...]:
+        """The last arguments of tutti_load_start for an open job.  The caller holds a lock."""
         if self._engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
-            struct.descriptors_max = self._engine.descriptors_of(memory)
-        struct.memory = memory.iocb_address
-        struct.job, struct.tag = ctypes.addressof(job.native), job.tag
-        struct.held, struct.ahead = held, ahead
-        return struct
+            self.common.descriptors_max = self._engine.descriptors_of(memory)
+        to = pages.tobytes(), pages.itemsize, memory.iocb_address
+        return self._common, *to, job.tag, ctypes.byref(job.native)
 
     def start(
         self,
@@ -109,8 +99,11 @@ class SlotJobs:
         keep = (words, pages, memory, digests)
         job = self._engine.open_job(words.view(np.uint32)[:n], keep, options.get("on_released"))
         struct = SlotJobStruct.from_buffer_copy(self.common)
-        self.fill(struct, job, memory, held=options.get("held", False))
-        struct.pages = address(pages)
+        if self._engine.psdt == PSDT_PRP:
+            struct.descriptors_max = self._engine.descriptors_of(memory)
+        struct.memory, struct.pages = memory.iocb_address, address(pages)
+        struct.job, struct.tag = ctypes.addressof(job.native), job.tag
+        struct.held = options.get("held", False)
         struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)
         struct.flags = FUA if options.get("fua") else 0
         struct.timeout_ns = nanoseconds(options.get("timeout_s", TIMEOUT_S))

@@ -16,9 +16,9 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Keys, Mask, Slots
+from tutti.base.arrays import U32, U64, Integers, Keys, Mask, Slots
 from tutti.base.threads import start_thread
-from tutti.errors import DeviceTimeout, KeyMissing
+from tutti.errors import DeviceTimeout, KeyMissing, PageRangeError
 from tutti.gio_uring.engine import PRIORITY_LOAD
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job
@@ -32,6 +32,11 @@ from tutti.gio_uring.nvme_spec import (
 from tutti.medium.keys import KEY_NBYTES
 from tutti.placement.index import SlotState
 from tutti.placement.load_plan import (
+    BAD_PAGES,
+    LOAD_AHEAD,
+    LOAD_HELD,
+    LOAD_ONCE,
+    LOAD_VERIFIED,
     MARK_HAS_DIGESTS,
     MARK_KNOWN,
     MARK_UNPROVEN,
@@ -121,6 +126,7 @@ class Loader:
         self.lock = core.lock
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
+        self._verifies_all = core.config.verify == "always"
         self.begun = self.ended = 0  # loads, since the pool was opened
 
     def close(self) -> None:
@@ -130,7 +136,7 @@ class Loader:
     def load(
         self,
         keys: Keys,
-        pages: bytes,
+        pages: Integers,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -155,7 +161,7 @@ class Loader:
                 core.end(memory)
                 raise
         if not progress.parts:
-            batch = _Pages(keys, plan.slots, plan, np.frombuffer(pages, np.uint32), memory)
+            batch = _Pages(keys, plan.slots, plan, memory.check_pages(pages), memory)
             self._load_parts(batch, _Settle(self, progress, plan, memory), every, order)
         return progress
 
@@ -201,23 +207,33 @@ class Loader:
         return policy == "always" or (policy == "sampled" and self.begun % SAMPLE_ONE_IN == 0)
 
     def _begin(
-        self, progress: LoadProgress, keys: Keys, pages: bytes, memory: PagedMemory, order: Order
+        self, progress: LoadProgress, keys: Keys, pages: Integers, memory: PagedMemory, order: Order
     ) -> tuple[LoadPlan, bool]:
         """Finds every key, checks that it may be served, pins its slot, and submits the load if one
         job of the engine can move it.  Also returns whether proven objects are verified.
         """
-        core, every = self._core, self._verifies_every()
-        is_ours = memory.path is None
-        plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words if is_ours else 0)
-        job, start = None, None
+        core, checks, job = self._core, self._core.config.verify, None
+        every, is_ours = checks == "always" or self._verifies_every(), memory.path is None
+        plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words + 1 if is_ours else 0, 1)
+        flags = LOAD_VERIFIED if every else 0
+        if is_ours:
+            flags += LOAD_HELD * order.get("held", False) + LOAD_AHEAD * order.get("ahead", False)
         try:
-            if is_ours:
+            if not is_ours:
+                core.planner.begin(keys, flags=flags, plan=plan)
+            else:
                 ended = partial(self.settle, progress, plan, memory)
-                job = core.engine.open_job(NO_STATUS, (plan, pages, memory), ended)
-                progress.parts, progress.plan = [LoadPart(job, None, whole=False)], plan
-                start = core.slot_jobs.fill(core.slot_jobs.load, job, memory, **order)
-            if core.planner.begin(keys, verify=every, plan=plan, start=start, pages=pages).refused:
+                job = core.engine.open_job(NO_STATUS, (plan, memory), ended)
+                progress.parts, progress.plan = [LoadPart(job, None, False)], plan
+                start, once = core.slot_jobs.load(job, pages, memory), checks != "off"
+                core.planner.begin(keys, flags=flags + LOAD_ONCE * once, plan=plan, start=start)
+                if plan.refused == BAD_PAGES:
+                    start = core.slot_jobs.load(job, memory.check_pages(pages, once=once), memory)
+                    core.planner.begin(keys, flags=flags, plan=plan, start=start)
+            if plan.refused:
                 core.engine.check_started(None, plan.refused)
+        except PageRangeError:
+            raise
         except LookupError as error:
             raise _missing(error, len(keys)) from None
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict, Unpack
 
-from tutti.base.arrays import Keys
+from tutti.base.arrays import Integers, Keys
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.tickets import LoadProgress
@@ -37,12 +37,12 @@ class PartStarter(Protocol):
 
 
 class LoadStarter(Protocol):
-    """Starts loads; see Loader.  pages: u32[n]."""
+    """Starts loads; see Loader.  pages: see iocb.as_pages; checked before for a memory's path."""
 
     def load(
         self,
         keys: Keys,
-        pages: bytes,
+        pages: Integers,
         memory: PagedMemory,
         *,
         admit: bool = False,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import FIRST_ROWS, Rows
+from tutti.base.arrays import FIRST_ROWS, Integers, Rows
 from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import TuttiError
@@ -152,7 +152,7 @@ class TransferQueue(Owned):
     def load(
         self,
         keys: npt.NDArray[np.uint8],
-        pages: bytes,
+        pages: Integers,
         memory: PagedMemory,
         batch: str,
         ahead: bool,
@@ -186,7 +186,7 @@ class TransferQueue(Owned):
             if load is None and isinstance(error, NotAdmitted):  # a clear began meanwhile
                 return self.load(keys, pages, memory, batch, ahead, admit)
             raise
-        if known.kind is LoadKind.BACKGROUND:
+        if ahead and memory.path is None:
             joined = BatchJoined(at_ns, known.batch, known.batch)
             progress.on_wanted = partial(dispatcher.post, joined)
         progress.on_settled(partial(self._gone, dispatcher, name, core.layers, load))
