@@ -188,10 +188,7 @@ _QUICK: Prototypes = {
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_answer": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _U64, _POINTER)),
     "tutti_put_answer": (_I64, (_POINTER, _POINTER, _POINTER)),
-    "tutti_load_start": (
-        _I64,
-        (_TABLES, _POINTER, _U64, _U32, _U32, *[_POINTER] * 3, _U32, _POINTER, _U64, _POINTER),
-    ),
+    "tutti_load_start": (_I64, (_TABLES, *[_POINTER] * 5)),
     "tutti_put_start": (ctypes.c_int, (_POINTER, _POINTER, _POINTER)),
     "tutti_put_end": (ctypes.c_int, (_POINTER, _U64, _POINTER)),
     "tutti_slot_job_start": (ctypes.c_int, (_POINTER, _POINTER, _U64, _POINTER)),

@@ -359,11 +359,10 @@ class ObjectStore(Owned, Store):
         self.catalogue.expiry.watch(True)
 
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
-        core, known = self._core, self._resources.memories
-        if core.closing or core.failure is not None:
-            core.check_open()
+        known = self._resources.memories
         if memory is None and len(known) == 1:
-            return known[0].memory
+            return known[0].memory  # InFlight.begin checks whether the pool is open
+        self._core.check_open()
         return self._chosen(memory, known).memory
 
 

@@ -194,27 +194,30 @@ int tutti_put_end(const tutti_put* put, uint64_t n, const uint64_t* words) {
   return 0;
 }
 
-int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
-                         uint32_t uses, uint32_t flags, uint64_t* plan,
-                         const tutti_slot_job* common, const uint8_t* pages, uint32_t page_bytes,
-                         const gio::Iocb* memory, uint64_t tag, gio::Job** job) {
+int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* common,
+                         const uint8_t* keys, const uint8_t* pages, const tutti_load* load,
+                         uint64_t* plan) {
+  const uint64_t n = load->n;
+  const auto uses = static_cast<uint32_t>(load->uses);
+  const auto flags = static_cast<uint32_t>(load->flags);
   const uint32_t verify = flags & kTuttiLoadVerified;
   if (common == nullptr) return tutti_load_plan(tables, keys, n, uses, verify, plan);
   uint64_t* digests = plan + 2 * n;
   uint64_t* marks_words = digests + n * tables->digests->layers;
   uint64_t* words = marks_words + n / 8 + 1;
-  auto* numbers = reinterpret_cast<uint32_t*>(words + n / 2 + 1 + 3 * n * common->slot_runs_max);
-  const int64_t ascends = gio_copy_pages(pages, page_bytes, n, memory->n_pages, numbers);
+  auto* numbers = reinterpret_cast<uint32_t*>(words + n + 1 + 3 * n * common->slot_runs_max);
+  const int64_t ascends = gio_copy_pages(pages, static_cast<uint32_t>(load->page_bytes), n,
+                                         load->memory->n_pages, numbers);
   if (ascends < 0 || (ascends == 0 && (flags & kTuttiLoadOnce) != 0)) return kTuttiBadPages;
   const int64_t runs = tutti_load_plan(tables, keys, n, uses, verify, plan);
   const auto* marks = reinterpret_cast<const uint8_t*>(marks_words);
   if (runs < 0 || !is_one_job(marks, n, verify != 0)) return runs;
   tutti_slot_job own = *common;
   const bool compare = verify != 0 && (marks[0] & kTuttiHasDigests) != 0;
-  own.memory = memory;
+  own.memory = load->memory;
   own.pages = numbers;
-  own.tag = tag;
-  own.job = job;
+  own.tag = load->tag;
+  own.job = load->job;
   own.opcode = gio::kRead;
   own.priority = gio::kLoads;
   own.digests = compare ? digests : nullptr;

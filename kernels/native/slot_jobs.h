@@ -40,11 +40,23 @@ struct tutti_slot_job {
 TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64_t n,
                                    uint64_t* words);
 
+// A load; packed by tutti/placement/load_plan.py.
+struct tutti_load {
+  uint64_t n;  // keys
+  uint64_t uses;
+  uint64_t flags;       // TuttiLoadFlag
+  uint64_t page_bytes;  // of a page's number
+  const gio::Iocb* memory;
+  uint64_t tag;
+  gio::Job** job;  // out
+};
+static_assert(sizeof(tutti_load) == 7 * sizeof(uint64_t), "layout shared with Python");
+
 // As tutti_load_plan. Then submits the load if one job can move it: no object is unproven, and
 // either all needed digests are known or none is needed. common: fields of all jobs; 0: submits
-// nothing. pages: numbers of `page_bytes` bytes each, below memory->n_pages. The job's words follow
-// the plan, and n / 2 + 1 words for the pages follow these. A result below kTuttiNotStarted is
-// kTuttiNotStarted minus an errno of the submission, or kTuttiBadPages if a page is not in the
+// nothing. pages: numbers below memory->n_pages. The plan is followed by n + 1 words and 3 for each
+// slot and command of it, for the job's, and n + 1 for the pages. A result below kTuttiNotStarted
+// is kTuttiNotStarted minus an errno of the submission, or kTuttiBadPages if a page is not in the
 // memory, or (kTuttiLoadOnce) pages do not ascend; nothing is pinned then.
 enum TuttiLoadFlag : uint32_t {
   kTuttiLoadVerified = 1,  // `verify`
@@ -54,11 +66,9 @@ enum TuttiLoadFlag : uint32_t {
 };
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 constexpr int64_t kTuttiBadPages = -(int64_t{1} << 33);
-TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const uint8_t* keys, uint64_t n,
-                                   uint32_t uses, uint32_t flags, uint64_t* plan,
-                                   const tutti_slot_job* common, const uint8_t* pages,
-                                   uint32_t page_bytes, const gio::Iocb* memory, uint64_t tag,
-                                   gio::Job** job);
+TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* common,
+                                   const uint8_t* keys, const uint8_t* pages,
+                                   const tutti_load* load, uint64_t* plan);
 
 // The common fields of a pool's puts, and the fields of one; mirrored by tutti/pool/slot_jobs.py.
 struct tutti_put {

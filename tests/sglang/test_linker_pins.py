@@ -68,7 +68,7 @@ def test_pins_go_at_calls_that_all_ranks_make(tmp_path: Path) -> None:
         index = rig.linker.start_layer_wise_loading()
         rig.linker.layer_done_counter.set_consumer(index)
         rig.linker.layer_done_counter.wait_until(2)
-        held = rig.stored_pool.store._core.lookup_pins._held
+        held = rig.stored_pool.store._core.lookup_pins.holders
         assert set(held) == {"a", "b"}, "landed, but not reported to all ranks"
         assert held["a"][1].size == 6, "what is loaded, and nothing else"
         assert rig.linker.finish_layer_wise_loading(index)

@@ -300,7 +300,7 @@ def test_pins_count_right_after_any_interrupt() -> None:
     def after() -> None:
         pins.lookup()
         expected = np.zeros(16, np.uint32)
-        for _, slots in pins._held.values():
+        for _, slots in pins.holders.values():
             np.add.at(expected, slots, 1)
         assert kept.tolist() == expected.tolist()
         assert pins.count == np.count_nonzero(expected)

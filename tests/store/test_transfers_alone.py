@@ -11,7 +11,7 @@ from scheduler.drive import Linear
 from waiting import wait_idle, wait_until
 
 from store.pools import GEOMETRY, controller_of, formatted, opened, put_some, some_keys
-from tutti.errors import KeyMissing
+from tutti.errors import ConfigError, KeyMissing, PageRangeError
 from tutti.scheduler import dispatcher
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import LoadGone, LoadKnown, PagesWritten, WriteKnown
@@ -78,6 +78,29 @@ def test_few_pages_that_are_there_and_alone_are_found_by_the_writer(
         counters = scheduler.counters()
         assert [one.there for one in seen if isinstance(one, PagesWritten)] == [0, n]
         assert (counters["written_pages"], counters["measurements"]) == (n, 1)
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_a_load_checks_its_pages(rng: np.random.Generator, profile: Linear | None) -> None:
+    schedule = None if profile is None else Schedule(profile)
+    with opened(formatted(), schedule=schedule) as store:
+        keys = put_some(store, rng, 4, 8)
+        memory = store._resources.memories[0]
+        content = [memory.read(page) for page in range(4)]
+        for dtype in (np.int64, np.uint32, np.uint8):
+            pages = np.array([7, 4, 6, 5], dtype)  # in no order
+            store.load(keys, pages).wait(10)
+            assert [memory.read(int(page)) for page in pages] == content
+        for pages, error in (([4, 5, 6, 8], PageRangeError), ([-1, 5, 6, 7], PageRangeError)):
+            with pytest.raises(error, match="outside the registered memory"):
+                store.load(keys, pages)
+        with pytest.raises(ConfigError, match="named twice"):
+            store.load(keys, [4, 5, 6, 4])
+        with pytest.raises(ConfigError, match="4 keys and 3 pages"):
+            store.load(keys, [4, 5, 6])
+        assert store._core.wait_quiet(10)
+        assert not store._core.index.pins.any()
+        assert not store._engine._jobs
 
 
 def test_transfers_that_meet_others_are_decided_on(rng: np.random.Generator) -> None:

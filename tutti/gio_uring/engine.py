@@ -112,7 +112,7 @@ class Engine(Owned):
         self._tags = itertools.count(1)
         self._running = _Running()
         self.guard, self._jobs = self._running.guard, self._running.jobs
-        self.free_job = _native.quick().gio_job_free  # to find it takes a microsecond
+        self.free_job: Callable[..., None] = _native.quick().gio_job_free
         self._thread = threading.Thread(
             target=self._running.complete, name="gio-completions", daemon=True
         )

@@ -125,11 +125,12 @@ def as_pages(pages: npt.ArrayLike, n: int | None = None) -> Integers:
     n: the number of keys.  Raises PageRangeError, ConfigError for another number of pages.
     """
     array = np.asarray(pages)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    is_copied, size = array.dtype in _COPIED, array.size
+    if array.ndim != 1 or (size and not is_copied and array.dtype.kind not in "iu"):
         raise PageRangeError("pages must be a one-dimensional sequence of integers")
-    if n is not None and n != array.size:
-        raise ConfigError(f"{n} keys and {array.size} pages; pass one page per key")
-    return array if array.dtype in _COPIED else array.astype(np.int64)
+    if n is not None and n != size:
+        raise ConfigError(f"{n} keys and {size} pages; pass one page per key")
+    return array if is_copied else array.astype(np.int64)
 
 
 def flat_memory(address: int, nbytes: int, count: int, owner: Any = None) -> PagedMemory:

@@ -347,7 +347,7 @@ class Index:
         self.tenant_slots = np.zeros(1 << 16, np.int64)
         self.hits = _zeros(self.slots, np.uint16)
         self.expiry = _zeros(self.slots, np.uint32)
-        self.native.hits = 0
+        self.native.hits, self.counts_hits = 0, False
 
     def own(self, name: str) -> npt.NDArray[Any]:
         """An array of the catalogue, which gets memory if it has none yet."""
@@ -356,7 +356,7 @@ class Index:
             array = array.copy()
             setattr(self, name, array)
             if name == "hits":
-                self.native.hits = address(array)
+                self.native.hits, self.counts_hits = address(array), True
         return array
 
     def _set(self, name: str, slots: Slots, values: npt.ArrayLike) -> None:

@@ -6,12 +6,14 @@ Not thread-safe: the store holds a lock around it, as around the index.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Keys, Slots
+from tutti.base.arrays import U32, U64, Integers, Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import ANSWER_NBYTES, NativeLoadTables, quick
 from tutti.placement.digest_cache import DigestCache
@@ -22,7 +24,9 @@ _NOT_STARTED = -(1 << 32)  #: `kTuttiNotStarted`, to which an errno is added
 BAD_PAGES = -(1 << 32)  #: `LoadPlan.refused` by `kTuttiBadPages`
 #: `TuttiLoadFlag`: how `LoadPlanner.begin` starts a load.
 LOAD_VERIFIED, LOAD_ONCE, LOAD_HELD, LOAD_AHEAD = 1, 2, 4, 8
-_NO_JOB = (None, None, 0, None, 0, None)
+_LOAD = Struct("7Q")  # `struct tutti_load`
+_NOWHERE: U32 = np.zeros(0, np.uint32)
+_NO_ROWS = np.zeros(0, np.int64)
 #: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
 MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
 
@@ -35,7 +39,8 @@ class LoadPlan:
     runs: number of runs that the slots form.  refused: 0, or a negative errno if the job that was
     to move them could not be submitted, or BAD_PAGES if a page is not in the memory, or (LOAD_ONCE)
     may be named twice; then nothing is pinned.
-    more: additional 8-byte words for each key at the end of the block.  rest: further words there.
+    more: additional 8-byte words for each key at the end of the block.  rest: further words there;
+    1 of each are for the pages.
     """
 
     __slots__ = ("_keys", "_layers", "_status", "block", "refused", "runs")
@@ -67,6 +72,13 @@ class LoadPlan:
         return np.frombuffer(self.block, np.uint8, self._keys, 8 * (2 + self._layers) * self._keys)
 
     @property
+    def pages(self) -> U32:
+        """Page of each, (n,), of a load that was to be started with the plan."""
+        return np.frombuffer(
+            self.block, np.uint32, self._keys, len(self.block) - 8 * self._keys - 8
+        )
+
+    @property
     def status(self) -> U32:
         """NVMe status of each, (n,), of a load that was started with the plan."""
         if self._status is None:
@@ -92,6 +104,15 @@ class LoadAnswer(LoadPlan):
         return memoryview(self.block)[first : first + nbytes] if nbytes else None
 
 
+class PartRows(NamedTuple):
+    """Pages of a load that one job moves."""
+
+    rows: Slots
+    unknown: Slots  # of these rows, those whose digests are still to be read
+    verify: bool
+    whole: bool  # no layer is ready before all are: unproven objects are verified in full first
+
+
 class LoadPlanner:
     """Begins loads from one pool.  group_slots: slots of a group; no run crosses groups."""
 
@@ -112,12 +133,15 @@ class LoadPlanner:
         *,
         flags: int,
         plan: LoadPlan | None = None,
-        start: tuple[Any, ...] = _NO_JOB,
+        jobs: Any = None,
+        pages: Integers = _NOWHERE,
+        to: tuple[int, int, int] = (0, 0, 0),
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
         flags: LOAD_VERIFIED if digests of proven objects are wanted too; the others are of the job.
-        start: the last arguments of tutti_load_start, for a job that is to move all, if one can.
+        jobs: fields of all jobs, see tutti_load_start: one job is to move all, if it can, to pages
+        (n,).  to: address of the memory's control block; the job's tag; where its address is put.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
@@ -125,10 +149,11 @@ class LoadPlanner:
         raw = keys.tobytes()
         assert len(raw) == n * KEY_NBYTES, "a key is 16 bytes"
         index.begin_use()
-        if not index.native.hits:
+        if not index.counts_hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        runs = self._start(self._handle, raw, n, index.uses, flags, plan.block, *start)
+        load = _LOAD.pack(n, index.uses, flags, pages.itemsize, *to)
+        runs = self._start(self._handle, jobs, raw, pages.tobytes(), load, plan.block)
         if runs >= 0:
             plan.runs, plan.refused = runs, 0
         elif runs >= -n:
@@ -142,7 +167,7 @@ class LoadPlanner:
         index, n = self._index, len(keys) // KEY_NBYTES
         assert n * KEY_NBYTES == len(keys), "a key is 16 bytes"
         index.begin_use()
-        if not index.native.hits:
+        if not index.counts_hits:
             index.own("hits")
         plan = LoadAnswer(n, self._layers)
         arguments = (self._handle, keys, n, index.uses, verify, job, plan.block)
@@ -150,3 +175,27 @@ class LoadPlanner:
         if plan.runs < 0:
             raise LookupError(-1 - plan.runs)
         return plan
+
+
+def partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[PartRows]]:
+    """Which objects are unproven, and the parts of a load that a job each moves.
+
+    every: proven objects are verified, too.
+    """
+    octets = marks.tobytes()
+    first = octets[0] if octets else 0
+    verify = every and bool(first & MARK_HAS_DIGESTS)
+    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
+    if is_ready and octets.count(first) == len(octets):
+        rows = np.arange(len(octets), dtype=np.int64)
+        return None, (PartRows(rows, _NO_ROWS, verify, whole=False),) if octets else ()
+    unproven = (marks & MARK_UNPROVEN) != 0
+    verified = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
+    kinds = ((verified & ~unproven, True, False), (~verified, False, False), (unproven, True, True))
+    parts = []
+    for mask, checked, whole in kinds:
+        rows = np.flatnonzero(mask).astype(np.int64)
+        unknown = np.flatnonzero((marks[rows] & MARK_KNOWN) == 0) if checked else _NO_ROWS
+        if rows.size:
+            parts.append(PartRows(rows, unknown, checked, whole))
+    return unproven if unproven.any() else None, parts

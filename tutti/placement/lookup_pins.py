@@ -23,6 +23,7 @@ class LookupPins:
     lookups: a pin ends after so many later look-ups, and never by wall clock: ranks must agree.
     slots_max: slots that all holders together may pin.
     changes: counts changes by which slots may have become pinned or unpinned.
+    holders: by name or number the look-up of each, and the slots that it pins.
     """
 
     def __init__(self, kept: npt.NDArray[np.uint16], *, lookups: int, slots_max: int) -> None:
@@ -31,13 +32,12 @@ class LookupPins:
         self._lookups = lookups
         self._slots_max = slots_max
         self._clock = 0
-        #: By holder: the number of its look-up, and the slots that it pins.
-        self._held: OrderedDict[str | int, tuple[int, Slots]] = OrderedDict()
+        self.holders: OrderedDict[str | int, tuple[int, Slots]] = OrderedDict()
         self._nameless = itertools.count()
         self.count = 0  # pinned slots
         self.reserved = 0  # slots that the catalogue pins, within the same slots_max
         self.changes = 0
-        self._is_changing = False  # stays True if an interrupt ends a change; see _recount
+        self.is_changing = False  # stays True if an interrupt ends a change; see _recount
 
     def set_lookups(self, lookups: int) -> None:
         """Pins end after so many later look-ups from now on."""
@@ -45,13 +45,15 @@ class LookupPins:
         self._lookups = lookups
 
     def lookup(self) -> None:
-        """Counts a look-up, and releases the pins of those that are too long ago."""
-        if self._is_changing:
+        """Counts a look-up, and releases the pins of those that are too long ago.  Needed only if
+        ``holders`` is not empty.
+        """
+        if self.is_changing:
             self._recount()
         self._clock += 1
         self.changes += 1
-        while self._held:  # bounded: each turn takes one out
-            holder, (since, _) = next(iter(self._held.items()))
+        while self.holders:  # bounded: each turn takes one out
+            holder, (since, _) = next(iter(self.holders.items()))
             if since >= self._clock - self._lookups:
                 break
             self.release(holder)
@@ -66,13 +68,13 @@ class LookupPins:
         if not isinstance(holder, str):
             name = next(self._nameless)
         else:
-            name, before = holder, self._held.get(holder)
+            name, before = holder, self.holders.get(holder)
             if before is not None and np.array_equal(before[1], slots):
-                self._held[name] = self._clock, before[1]
-                self._held.move_to_end(name)
+                self.holders[name] = self._clock, before[1]
+                self.holders.move_to_end(name)
                 return slots.size
             self.release(name)
-        self._is_changing = True
+        self.is_changing = True
         room = max(0, self._slots_max - self.reserved - self.count)
         fresh = ctypes.c_uint64()
         arguments = (address(slots), slots.size, room, last, ctypes.byref(fresh))
@@ -80,25 +82,25 @@ class LookupPins:
         self.count += fresh.value
         if most:
             taken = slots[slots.size - most :] if last else slots[:most]
-            self._held[name] = self._clock, taken.copy()
-        self._is_changing = False
+            self.holders[name] = self._clock, taken.copy()
+        self.is_changing = False
         return most
 
     def release(self, holder: str | int) -> None:
         """Releases all pins of a holder, if it has any."""
-        if self._is_changing:
+        if self.is_changing:
             self._recount()
-        self._is_changing = True
-        held = self._held.pop(holder, None)
+        self.is_changing = True
+        held = self.holders.pop(holder, None)
         if held is not None:
             arguments = (address(self._kept), address(held[1]), held[1].size)
             self.count -= int(quick().tutti_pins_give_back(*arguments))
             self.changes += 1
-        self._is_changing = False
+        self.is_changing = False
 
     def release_all(self, prefix: str) -> None:
         """As `release`, for every named holder whose name begins so."""
-        names = [name for name in self._held if isinstance(name, str) and name.startswith(prefix)]
+        names = [name for name in self.holders if isinstance(name, str) and name.startswith(prefix)]
         for name in names:
             self.release(name)
 
@@ -109,20 +111,20 @@ class LookupPins:
 
     def forget(self, slots: Slots) -> None:
         """Removes all pins of slots that lose their objects."""
-        for name, (since, held) in list(self._held.items()):
-            self._held[name] = since, held[~np.isin(held, slots)]
+        for name, (since, held) in list(self.holders.items()):
+            self.holders[name] = since, held[~np.isin(held, slots)]
         self._recount()
 
     def clear(self) -> None:
         """Releases all pins."""
-        self._held.clear()
+        self.holders.clear()
         self._recount()
 
     def _recount(self) -> None:
         """Recomputes the counts from the holders, which an interrupt may have left different."""
         self._kept.fill(0)
-        for _, slots in self._held.values():
+        for _, slots in self.holders.values():
             np.add.at(self._kept, slots, 1)
         self.count = int(np.count_nonzero(self._kept))
         self.changes += 1
-        self._is_changing = False
+        self.is_changing = False

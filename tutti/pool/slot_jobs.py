@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from tutti import native
-from tutti.base.arrays import U32, Integers, Slots
+from tutti.base.arrays import U32, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_RECORDS, Engine
 from tutti.gio_uring.iocb import PagedMemory
 from tutti.gio_uring.job import Job, nanoseconds
@@ -46,7 +46,8 @@ class SlotJobs:
     """Starts jobs of one engine on the slots of one pool.  Thread-safe.
 
     slice_nlb, layer_stride_nlb: see Extents.  words: 8-byte words of memory that a job needs for
-    each slot; it needs one more word.
+    each slot; it needs one more word.  common, handle: fields of all jobs, and their address.
+    has_prps: whether these depend on the memory; with SGLs all memory is alike.
     """
 
     def __init__(
@@ -76,14 +77,8 @@ class SlotJobs:
             slot_runs_max=slot_runs,
             timeout_ns=nanoseconds(timeout_s),
         )
-        self._common = ctypes.byref(self.common)
-
-    def load(self, job: Job, pages: Integers, memory: PagedMemory) -> tuple[Any, ...]:
-        """The last arguments of tutti_load_start for an open job.  The caller holds a lock."""
-        if self._engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
-            self.common.descriptors_max = self._engine.descriptors_of(memory)
-        to = pages.tobytes(), pages.itemsize, memory.iocb_address
-        return self._common, *to, job.tag, ctypes.byref(job.native)
+        self.has_prps = engine.psdt == PSDT_PRP
+        self.handle = ctypes.byref(self.common)
 
     def start(
         self,
@@ -99,7 +94,7 @@ class SlotJobs:
         keep = (words, pages, memory, digests)
         job = self._engine.open_job(words.view(np.uint32)[:n], keep, options.get("on_released"))
         struct = SlotJobStruct.from_buffer_copy(self.common)
-        if self._engine.psdt == PSDT_PRP:
+        if self.has_prps:
             struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = memory.iocb_address, address(pages)
         struct.job, struct.tag = ctypes.addressof(job.native), job.tag

@@ -215,15 +215,20 @@ class Core(InFlight):
                     self.check_open()
                 if not self.ready:
                     return 0
-                self.lookup_pins.lookup()
+                pins, counters = self.lookup_pins, self.counters
+                if pins.holders or pins.is_changing:
+                    pins.lookup()
                 if proven or pin is not False:
                     found = self.index.match(keys)
                     hits = self.proven_prefix(found) if proven else found.size
                     if pin is not False:
-                        hits = self.lookup_pins.pin(pin, found[:hits])
+                        hits = pins.pin(pin, found[:hits])
+                        self.expect(len(keys) - hits)
                 else:
                     hits = self.index.prefix(keys)
-                self._count_lookup(len(keys), hits, pin is not False)
+                counters.lookups += 1
+                counters.looked_up += len(keys)
+                counters.hits += hits
                 return hits
         except BaseException:
             with contextlib.suppress(RuntimeError):
@@ -248,7 +253,12 @@ class Core(InFlight):
                 rows = np.flatnonzero(there)
                 kept = self.lookup_pins.pin(pin, slots[rows], last=True)
                 there[rows[: rows.size - kept]] = False
-            self._count_lookup(len(keys), int(np.count_nonzero(there)), pin is not False)
+            hits = int(np.count_nonzero(there))
+            self.counters.lookups += 1
+            self.counters.looked_up += len(keys)
+            self.counters.hits += hits
+            if pin is not False:
+                self.expect(len(keys) - hits)
             return there
 
     def unpin(self, name: str | None) -> None:
@@ -259,16 +269,10 @@ class Core(InFlight):
             else:
                 self.lookup_pins.release(name)
 
-    def _count_lookup(self, keys: int, hits: int, pins: bool) -> None:
-        """Expects a put of the missed pages if the look-up pins the hits, and none otherwise."""
-        self.counters.lookups += 1
-        self.counters.looked_up += keys
-        self.counters.hits += hits
-        if pins:
-            self.expect(keys - hits)
-
     def expect(self, pages: int) -> None:
-        """A put may bring so many pages soon: there should be room for them.  Lock held."""
+        """A put may bring so many pages soon, as after a look-up that pins its hits: there should
+        be room for them.  Lock held.
+        """
         slots = pages if pages < self._expected_most else self._expected_most
         if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots

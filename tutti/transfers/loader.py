@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from ctypes import addressof
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from tutti.base.arrays import U32, U64, Integers, Keys, Mask, Slots
 from tutti.base.threads import start_thread
@@ -37,11 +36,10 @@ from tutti.placement.load_plan import (
     LOAD_HELD,
     LOAD_ONCE,
     LOAD_VERIFIED,
-    MARK_HAS_DIGESTS,
-    MARK_KNOWN,
-    MARK_UNPROVEN,
     LoadAnswer,
     LoadPlan,
+    PartRows,
+    partition,
 )
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
@@ -56,16 +54,6 @@ SAMPLE_ONE_IN = 16
 #: Status of the pages of a planned load that the other process did not begin: these did not fail.
 STATUS_NOT_BEGUN = 0x7FF
 _BLOCKS = 3
-_NO_ROWS = np.zeros(0, np.int64)
-
-
-class _Rows(NamedTuple):
-    """Pages of a load that one job moves."""
-
-    rows: Slots
-    unknown: Slots  # of these rows, those whose digests are still to be read
-    verify: bool
-    whole: bool  # no layer is ready before all are: unproven objects are verified in full first
 
 
 class _Pages(NamedTuple):
@@ -161,7 +149,8 @@ class Loader:
                 core.end(memory)
                 raise
         if not progress.parts:
-            batch = _Pages(keys, plan.slots, plan, memory.check_pages(pages), memory)
+            numbers = plan.pages if memory.path is None else pages.astype(np.uint32)
+            batch = _Pages(keys, plan.slots, plan, numbers, memory)
             self._load_parts(batch, _Settle(self, progress, plan, memory), every, order)
         return progress
 
@@ -214,22 +203,26 @@ class Loader:
         """
         core, checks, job = self._core, self._core.config.verify, None
         every, is_ours = checks == "always" or self._verifies_every(), memory.path is None
-        plan = LoadPlan(len(keys), core.layers, core.slot_jobs.words + 1 if is_ours else 0, 1)
+        jobs, start = core.slot_jobs, core.planner.begin
+        plan = LoadPlan(len(keys), core.layers, jobs.words + 1 if is_ours else 0, 1)
         flags = LOAD_VERIFIED if every else 0
         if is_ours:
             flags += LOAD_HELD * order.get("held", False) + LOAD_AHEAD * order.get("ahead", False)
         try:
             if not is_ours:
-                core.planner.begin(keys, flags=flags, plan=plan)
+                start(keys, flags=flags, plan=plan)
             else:
                 ended = partial(self.settle, progress, plan, memory)
                 job = core.engine.open_job(NO_STATUS, (plan, memory), ended)
                 progress.parts, progress.plan = [LoadPart(job, None, False)], plan
-                start, once = core.slot_jobs.load(job, pages, memory), checks != "off"
-                core.planner.begin(keys, flags=flags + LOAD_ONCE * once, plan=plan, start=start)
+                if jobs.has_prps:
+                    jobs.common.descriptors_max = core.engine.descriptors_of(memory)
+                once, to = checks != "off", (memory.iocb_address, job.tag, addressof(job.native))
+                first = flags + LOAD_ONCE if once else flags
+                start(keys, flags=first, plan=plan, jobs=jobs.handle, pages=pages, to=to)
                 if plan.refused == BAD_PAGES:
-                    start = core.slot_jobs.load(job, memory.check_pages(pages, once=once), memory)
-                    core.planner.begin(keys, flags=flags, plan=plan, start=start)
+                    pages = memory.check_pages(pages, once=once)
+                    start(keys, flags=flags, plan=plan, jobs=jobs.handle, pages=pages, to=to)
             if plan.refused:
                 core.engine.check_started(None, plan.refused)
         except PageRangeError:
@@ -249,7 +242,7 @@ class Loader:
         progress = settle.progress
         progress.record_status = np.zeros(progress.keys, np.uint32)
         try:
-            settle.unproven, parts = _partition(batch.plan.marks, every)
+            settle.unproven, parts = partition(batch.plan.marks, every)
             for part in parts:
                 self._load_part(progress, batch, part, settle, order)
         except BaseException:
@@ -259,7 +252,7 @@ class Loader:
             settle.end_part()
 
     def _load_part(
-        self, progress: LoadProgress, batch: _Pages, part: _Rows, settle: _Settle, order: Order
+        self, progress: LoadProgress, batch: _Pages, part: PartRows, settle: _Settle, order: Order
     ) -> None:
         core = self._core
         rows, unknown, verify, whole = part
@@ -456,30 +449,6 @@ def _missing(error: LookupError, keys: int) -> KeyMissing:
         f"key {error} of {keys} is not in the pool; ask match() which prefix is, and pin it if time"
         " passes before the load"
     )
-
-
-def _partition(marks: npt.NDArray[np.uint8], every: bool) -> tuple[Mask | None, Sequence[_Rows]]:
-    """Which objects are unproven, and the parts of a load that a job each moves.
-
-    every: proven objects are verified, too.
-    """
-    octets = marks.tobytes()
-    first = octets[0] if octets else 0
-    verify = every and bool(first & MARK_HAS_DIGESTS)
-    is_ready = not first & MARK_UNPROVEN and bool(first & MARK_KNOWN) == verify
-    if is_ready and octets.count(first) == len(octets):
-        rows = np.arange(len(octets), dtype=np.int64)
-        return None, (_Rows(rows, _NO_ROWS, verify, whole=False),) if octets else ()
-    unproven = (marks & MARK_UNPROVEN) != 0
-    verified = unproven | ((marks & MARK_HAS_DIGESTS) != 0) if every else unproven
-    kinds = ((verified & ~unproven, True, False), (~verified, False, False), (unproven, True, True))
-    parts = []
-    for mask, checked, whole in kinds:
-        rows = np.flatnonzero(mask).astype(np.int64)
-        unknown = np.flatnonzero((marks[rows] & MARK_KNOWN) == 0) if checked else _NO_ROWS
-        if rows.size:
-            parts.append(_Rows(rows, unknown, checked, whole))
-    return unproven if unproven.any() else None, parts
 
 
 @dataclass(frozen=True)

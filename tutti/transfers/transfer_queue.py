@@ -73,8 +73,9 @@ class TransferQueue(Owned):
         self._loads: dict[str, QueuedLoad] = {}
         self._alone: tuple[str, LoadProgress | None] = ("", None)  # the last, until it was reported
         self._stopping = self._closed = False
-        slice_nbytes = core.geometry.slice_padded_nbytes
-        self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // slice_nbytes))
+        padded_nbytes = core.geometry.slice_padded_nbytes
+        self._short = min(core.geometry.group_slots, -(-COMMAND_NBYTES // padded_nbytes))
+        self._slice_nbytes = core.geometry.slice_nbytes
         # A put may wait for staging or space; decisions, and with them loads, must not.  One thread
         # at a time starts parts: that of a caller of ``put``, or the starter.
         self._parts: deque[PutPart] = deque()
@@ -163,9 +164,8 @@ class TransferQueue(Owned):
         start = self._loader.load
         if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
             return start(keys, pages, memory, admit=admit, ahead=ahead)
-        name, at_ns = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns()
-        nbytes, load = core.geometry.slice_nbytes * n, None
-        known = LoadKnown(at_ns, name, core.layers, nbytes, 0, 0, batch=batch)
+        name, at_ns, load = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns(), None
+        known = LoadKnown(at_ns, name, core.layers, self._slice_nbytes * n, 0, 0, 1, batch)
         if memory.path is not None:
             known.unit_layers = 1 if getattr(memory.path, "holds", False) else core.layers
         elif ahead:
