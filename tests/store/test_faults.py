@@ -243,7 +243,7 @@ def test_parts_of_a_load_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     progress = LoadProgress(3, 1)
     ticket = LoadTicket(progress)
     late = cast("Transfer", Late())
-    progress.parts += [LoadPart(late, np.array([i]), whole=False) for i in range(3)]
+    progress.parts.extend(LoadPart(late, np.array([i]), whole=False) for i in range(3))
     with pytest.raises(DeviceTimeout, match="after 3 s"):
         ticket.wait(3.0)
     assert waits == [3.0, 1.0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ _NOT_STARTED = -(1 << 32)  #: `kTuttiNotStarted`, to which an errno is added
 BAD_PAGES = -(1 << 32)  #: `LoadPlan.refused` by `kTuttiBadPages`
 #: `TuttiLoadFlag`: how `LoadPlanner.begin` starts a load.
 LOAD_VERIFIED, LOAD_ONCE, LOAD_HELD, LOAD_AHEAD = 1, 2, 4, 8
-_LOAD = Struct("7Q")  # `struct tutti_load`
 _NOWHERE: U32 = np.zeros(0, np.uint32)
 _NO_ROWS = np.zeros(0, np.int64)
 #: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
@@ -126,6 +124,7 @@ class LoadPlanner:
         self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)
         self._start = quick().tutti_load_start  # to find it takes a microsecond
+        self._load = (ctypes.c_uint64 * 7)()  # `struct tutti_load`
 
     def begin(
         self,
@@ -152,8 +151,8 @@ class LoadPlanner:
         if not index.counts_hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        load = _LOAD.pack(n, index.uses, flags, pages.itemsize, *to)
-        runs = self._start(self._handle, jobs, raw, pages.tobytes(), load, plan.block)
+        self._load[:] = [n, index.uses, flags, pages.itemsize, *to]
+        runs = self._start(self._handle, jobs, raw, pages.tobytes(), self._load, plan.block)
         if runs >= 0:
             plan.runs, plan.refused = runs, 0
         elif runs >= -n:

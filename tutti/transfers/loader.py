@@ -148,7 +148,7 @@ class Loader:
             except BaseException:
                 core.end(memory)
                 raise
-        if not progress.parts:
+        if progress.job is None:
             numbers = plan.pages if memory.path is None else pages.astype(np.uint32)
             batch = _Pages(keys, plan.slots, plan, numbers, memory)
             self._load_parts(batch, _Settle(self, progress, plan, memory), every, order)
@@ -214,7 +214,7 @@ class Loader:
             else:
                 ended = partial(self.settle, progress, plan, memory)
                 job = core.engine.open_job(NO_STATUS, (plan, memory), ended)
-                progress.parts, progress.plan = [LoadPart(job, None, False)], plan
+                progress.job, progress.plan = job, plan
                 if jobs.has_prps:
                     jobs.common.descriptors_max = core.engine.descriptors_of(memory)
                 once, to = checks != "off", (memory.iocb_address, job.tag, addressof(job.native))
@@ -232,7 +232,7 @@ class Loader:
         finally:
             if job is not None and not job.native:  # the load failed, or takes other jobs
                 core.engine.forget_job(job)
-                progress.parts, progress.plan = [], None  # or a cycle keeps the memory alive
+                progress.job, progress.plan = None, None  # or a cycle keeps the memory alive
         self.begun += 1
         core.counters.load_runs += plan.runs
         return plan, every

@@ -313,12 +313,13 @@ class LoadProgress(Latch):
     record_status: u32 (keys,), why the slot record of a key was refused, else 0; empty where no
     record may have to be read.
     refusal: why layers could not be granted.
-    plan: of a load that is one job, which has the status of each page.
+    job, plan: of a load that is one job; the plan has the status of each page.
     on_wanted: called once, when something waits for a background load.
     """
 
     refusal: CapacityError | None = None
     record_status: U32 = NO_STATUS
+    job: Transfer | None = None
     plan: LoadPlan | None = None
     on_wanted: Callable[[], None] | None = None
 
@@ -336,8 +337,13 @@ class LoadProgress(Latch):
         self.keys = keys
         self.layers = layers
         self._is_set = False  # found sooner than that of the class
-        self.parts: list[LoadPart] = []
+        self._parts: list[LoadPart] = []
         self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def parts(self) -> list[LoadPart]:
+        """The jobs so far."""
+        return self._parts if self.job is None else [LoadPart(self.job, None, whole=False)]
 
     def wanted(self) -> None:
         """Calls ``on_wanted``, once: something waits for a layer now."""
