@@ -116,15 +116,13 @@ class UringLoop : public Executor {
   static constexpr u32 kLargeAtOnce = 2;
   static constexpr u64 kLargeNbytes = 128 << 10;
 
-  // How the thread sleeps: dozing without requests, as it takes others longer to wake it in a ring.
+  // How the thread sleeps: without requests until signalled_ is set, which takes others less time.
   enum Sleep : u32 { kAwake, kInRing, kDozing };
   bool dozes() const { return under_way_ == 0 && ring_.unsubmitted() == 0; }
-
-  // Sleeps until signalled_ is set.
   void doze(u64 timeout_ns) {
     const timespec limit = {static_cast<time_t>(timeout_ns / 1'000'000'000),
                             static_cast<long>(timeout_ns % 1'000'000'000)};
-    syscall(SYS_futex, &signalled_, FUTEX_WAIT_PRIVATE, 0, &limit);  // returns if it is set
+    syscall(SYS_futex, &signalled_, FUTEX_WAIT_PRIVATE, 0, &limit);
   }
 
   // The time to sleep: 0 if wake() was called since the last sleep.

@@ -199,8 +199,7 @@ int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* 
                          uint64_t* plan) {
   const uint64_t n = load->n;
   const auto uses = static_cast<uint32_t>(load->uses);
-  const auto flags = static_cast<uint32_t>(load->flags);
-  const uint32_t verify = flags & kTuttiLoadVerified;
+  const auto verify = static_cast<uint32_t>(load->verify);
   if (common == nullptr) return tutti_load_plan(tables, keys, n, uses, verify, plan);
   uint64_t* digests = plan + 2 * n;
   uint64_t* marks_words = digests + n * tables->digests->layers;
@@ -208,7 +207,7 @@ int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* 
   auto* numbers = reinterpret_cast<uint32_t*>(words + n + 1 + 3 * n * common->slot_runs_max);
   const int64_t ascends = gio_copy_pages(pages, static_cast<uint32_t>(load->page_bytes), n,
                                          load->memory->n_pages, numbers);
-  if (ascends < 0 || (ascends == 0 && (flags & kTuttiLoadOnce) != 0)) return kTuttiBadPages;
+  if (ascends < 0 || (ascends == 0 && load->once != 0)) return kTuttiBadPages;
   const int64_t runs = tutti_load_plan(tables, keys, n, uses, verify, plan);
   const auto* marks = reinterpret_cast<const uint8_t*>(marks_words);
   if (runs < 0 || !is_one_job(marks, n, verify != 0)) return runs;
@@ -222,8 +221,8 @@ int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* 
   own.priority = gio::kLoads;
   own.digests = compare ? digests : nullptr;
   own.digest = compare ? gio::kDigestCompare : gio::kDigestNone;
-  own.held = (flags & kTuttiLoadHeld) != 0 ? 1 : 0;
-  own.ahead = (flags & kTuttiLoadAhead) != 0 ? 1 : 0;
+  own.held = static_cast<uint32_t>(load->held);
+  own.ahead = static_cast<uint32_t>(load->ahead);
   const auto* slots = reinterpret_cast<const int64_t*>(plan);
   const int result = tutti_slot_job_start(&own, slots, n, words);
   if (result >= 0) return runs;

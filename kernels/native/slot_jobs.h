@@ -44,26 +44,23 @@ TUTTI_API int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slo
 struct tutti_load {
   uint64_t n;  // keys
   uint64_t uses;
-  uint64_t flags;       // TuttiLoadFlag
-  uint64_t page_bytes;  // of a page's number
+  uint64_t verify;
+  uint64_t once;  // 1: refuses pages that do not ascend
+  uint64_t held;
+  uint64_t ahead;
   const gio::Iocb* memory;
   uint64_t tag;
-  gio::Job** job;  // out
+  gio::Job** job;       // out
+  uint64_t page_bytes;  // of a page's number
 };
-static_assert(sizeof(tutti_load) == 7 * sizeof(uint64_t), "layout shared with Python");
+static_assert(sizeof(tutti_load) == 10 * sizeof(uint64_t), "layout shared with Python");
 
 // As tutti_load_plan. Then submits the load if one job can move it: no object is unproven, and
 // either all needed digests are known or none is needed. common: fields of all jobs; 0: submits
 // nothing. pages: numbers below memory->n_pages. The plan is followed by n + 1 words and 3 for each
 // slot and command of it, for the job's, and n + 1 for the pages. A result below kTuttiNotStarted
 // is kTuttiNotStarted minus an errno of the submission, or kTuttiBadPages if a page is not in the
-// memory, or (kTuttiLoadOnce) pages do not ascend; nothing is pinned then.
-enum TuttiLoadFlag : uint32_t {
-  kTuttiLoadVerified = 1,  // `verify`
-  kTuttiLoadOnce = 2,
-  kTuttiLoadHeld = 4,
-  kTuttiLoadAhead = 8,
-};
+// memory, or pages may repeat; nothing is pinned then.
 constexpr int64_t kTuttiNotStarted = -(int64_t{1} << 32);
 constexpr int64_t kTuttiBadPages = -(int64_t{1} << 33);
 TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_slot_job* common,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,8 +13,6 @@ Slots = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 U32 = npt.NDArray[np.uint32]
-#: Of any size.
-Integers = npt.NDArray[np.integer[Any]]
 U64 = npt.NDArray[np.uint64]
 #: Types as numpy has them, which it takes at once; a class such as np.uint8 is looked up first.
 UINT8, UINT32 = np.dtype(np.uint8), np.dtype(np.uint32)

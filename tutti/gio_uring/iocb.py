@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, UINT32, Integers
+from tutti.base.arrays import U32, U64, UINT32
 from tutti.errors import ConfigError, PageRangeError
 from tutti.gio_uring import _native
 from tutti.gio_uring.nvme_spec import PAGE_NBYTES
@@ -30,6 +30,7 @@ RUN_DTYPE = np.dtype(
 )
 
 Runs = npt.NDArray[np.void]
+Pages = npt.NDArray[np.integer[Any]]  #: see as_pages
 
 
 class IocbStruct(ctypes.Structure):
@@ -94,11 +95,6 @@ class PagedMemory:
             io.segment_nbytes[k], io.segment_stride[k] = nbytes, self.stride_nbytes[k]
         return io
 
-    @cached_property
-    def iocb_address(self) -> int:
-        """Of ``iocb``."""
-        return ctypes.addressof(self.iocb)
-
     def check_pages(self, pages: npt.ArrayLike, *, once: bool = False, n: int | None = None) -> U32:
         """A copy of ``pages`` as uint32 (n,).  once: refuse duplicates.  n: the number of keys.
 
@@ -119,7 +115,7 @@ class PagedMemory:
         return numbers
 
 
-def as_pages(pages: npt.ArrayLike, n: int | None = None) -> Integers:
+def as_pages(pages: npt.ArrayLike, n: int | None = None) -> Pages:
     """Page numbers as an array of integers, (n,), that native code reads; of any size as yet.
 
     n: the number of keys.  Raises PageRangeError, ConfigError for another number of pages.

@@ -79,9 +79,7 @@ def as_keys(keys: Keys | Sequence[bytes]) -> Keys:
     Raises KeySizeError, which names the first wrong key and its size.
     """
     if isinstance(keys, np.ndarray):
-        kind = keys.dtype  # nearly always this object, which takes less time to see
-        is_octets = kind is UINT8 or kind == UINT8
-        if not is_octets or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
+        if keys.dtype != UINT8 or keys.ndim != 2 or keys.shape[1] != KEY_NBYTES:
             raise KeySizeError(
                 f"keys are an array of {keys.dtype} {keys.shape}; pass uint8 (n, {KEY_NBYTES})"
             )

@@ -7,7 +7,6 @@ A put that waits for its turn claims nothing in the pool.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Unpack
@@ -15,16 +14,16 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import Integers, Keys, Mask, Rows
+from tutti.base.arrays import Keys, Mask, Rows
 from tutti.base.callbacks import Guard
 from tutti.errors import AgentLost, AgentRefused, KeyMissing, PoolClosed, TuttiError
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import PagedMemory, Pages
 from tutti.gio_uring.job import Job
 from tutti.medium.geometry import Geometry
 from tutti.node.agent_session import AgentSession
 from tutti.node.kept_session import KeptSession
 from tutti.node.messages import LISTED_MAX, Call, MoveJob, PlanLoad, PlanPut, Written, statuses_of
-from tutti.transfers.in_flight import InFlight
+from tutti.transfers.in_flight import Countdown, InFlight
 from tutti.transfers.loader import STATUS_NOT_BEGUN
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.starters import Order
@@ -65,9 +64,7 @@ class ClientWriter:
 
     def _put(self, part: PutPart) -> BaseException | None:
         rows, progress, session = part.rows, part.progress, self._kept.session
-        left = _Countdown(
-            lambda: part.ended(part, None if part.grant is None else part.grant.error)
-        )
+        left = Countdown(lambda: part.ended(part, None if part.grant is None else part.grant.error))
         most = self.batch_pages if session is None else session.welcome.batch_pages
         step = self._state.write_pages_max(part.request.memory, most)
         for start in range(0, rows.size, step):
@@ -108,7 +105,7 @@ class ClientWriter:
                 with self._state.lock:
                     self._state.counters.dropped += some.size
 
-    def _put_rows(self, session: AgentSession, part: PutPart, rows: Rows, left: _Countdown) -> None:
+    def _put_rows(self, session: AgentSession, part: PutPart, rows: Rows, left: Countdown) -> None:
         """Puts the keys of one plan; the put is cut when the agent is away or drops some."""
         some, progress = part.request.take(rows), part.progress
         parent, depth = some.parents[0].tobytes(), int(some.depths[0])
@@ -172,7 +169,7 @@ class ClientLoader:
     def load(
         self,
         keys: Keys,
-        pages: Integers,
+        pages: Pages,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -197,7 +194,7 @@ class ClientLoader:
             progress.settle()
             state.end(memory)
 
-        left = _Countdown(over, sum(len(jobs) for _, jobs in parts))
+        left = Countdown(over, sum(len(jobs) for _, jobs in parts))
         timeout_s = state.config.timeout_s
         read = partial(session.read, memory=memory, timeout_s=timeout_s, **order)
         try:
@@ -244,26 +241,6 @@ class ClientLoader:
                 raise KeyMissing(f"{error}; compute the pages") from error
             raise
         return parts
-
-
-class _Countdown:
-    """Calls ``over`` when all that was added, and the submission itself, has ended."""
-
-    def __init__(self, over: Callable[[], object], ends: int = 0) -> None:
-        self._over = over
-        self._left = ends + 1
-        self._lock = threading.Lock()
-
-    def add(self) -> None:
-        with self._lock:
-            self._left += 1
-
-    def end(self, _: object = None) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._over()
 
 
 def _fill(progress: PutProgress, rows: npt.NDArray[Any], written: Written) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, Integers, Keys, Mask, Slots
+from tutti.base.arrays import U32, U64, Keys, Mask, Slots
 from tutti.medium.keys import KEY_NBYTES
 from tutti.native import ANSWER_NBYTES, NativeLoadTables, quick
 from tutti.placement.digest_cache import DigestCache
@@ -21,9 +21,7 @@ from tutti.placement.reuse import ReuseHistory
 
 _NOT_STARTED = -(1 << 32)  #: `kTuttiNotStarted`, to which an errno is added
 BAD_PAGES = -(1 << 32)  #: `LoadPlan.refused` by `kTuttiBadPages`
-#: `TuttiLoadFlag`: how `LoadPlanner.begin` starts a load.
-LOAD_VERIFIED, LOAD_ONCE, LOAD_HELD, LOAD_AHEAD = 1, 2, 4, 8
-_NOWHERE: U32 = np.zeros(0, np.uint32)
+_NOWHERE, _NO_JOB = np.zeros(0, np.uint32), (0,) * 6
 _NO_ROWS = np.zeros(0, np.int64)
 #: Bits of `LoadPlan.marks`: unproven; its record has digests; they are known.
 MARK_UNPROVEN, MARK_HAS_DIGESTS, MARK_KNOWN = 1, 2, 4
@@ -35,8 +33,8 @@ class LoadPlan:
     would take longer than the plan; the arrays of it are read-only.
 
     runs: number of runs that the slots form.  refused: 0, or a negative errno if the job that was
-    to move them could not be submitted, or BAD_PAGES if a page is not in the memory, or (LOAD_ONCE)
-    may be named twice; then nothing is pinned.
+    to move them could not be submitted, or BAD_PAGES if a page is not in the memory, or may be
+    named twice; then nothing is pinned.
     more: additional 8-byte words for each key at the end of the block.  rest: further words there;
     1 of each are for the pages.
     """
@@ -124,23 +122,21 @@ class LoadPlanner:
         self._tables = NativeLoadTables(*map(ctypes.addressof, tables), group_slots)
         self._handle = ctypes.byref(self._tables)
         self._start = quick().tutti_load_start  # to find it takes a microsecond
-        self._load = (ctypes.c_uint64 * 7)()  # `struct tutti_load`
+        self._load = (ctypes.c_uint64 * 10)()  # `struct tutti_load`
 
     def begin(
         self,
         keys: Keys,
-        *,
-        flags: int,
+        verify: bool,
         plan: LoadPlan | None = None,
         jobs: Any = None,
-        pages: Integers = _NOWHERE,
-        to: tuple[int, int, int] = (0, 0, 0),
+        pages: npt.NDArray[Any] = _NOWHERE,
+        job: tuple[int, ...] = _NO_JOB,
     ) -> LoadPlan:
         """Pins the slot of every key for a transfer; counts a use, a hit and an access of each.
 
-        flags: LOAD_VERIFIED if digests of proven objects are wanted too; the others are of the job.
-        jobs: fields of all jobs, see tutti_load_start: one job is to move all, if it can, to pages
-        (n,).  to: address of the memory's control block; the job's tag; where its address is put.
+        verify: digests of proven objects are wanted too.  jobs: `common` of tutti_load_start, where
+        one job is to move all, if it can, to pages (n,).  job: of `tutti_load`, from `once` on.
         Raises LookupError with the number of the first key that is neither READY nor UNPROVEN; then
         nothing was pinned.
         """
@@ -151,7 +147,7 @@ class LoadPlanner:
         if not index.counts_hits:
             index.own("hits")
         plan = plan or LoadPlan(n, self._layers, 0)
-        self._load[:] = [n, index.uses, flags, pages.itemsize, *to]
+        self._load[:] = [n, index.uses, verify, *job, pages.itemsize]
         runs = self._start(self._handle, jobs, raw, pages.tobytes(), self._load, plan.block)
         if runs >= 0:
             plan.runs, plan.refused = runs, 0

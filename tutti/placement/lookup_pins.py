@@ -45,9 +45,7 @@ class LookupPins:
         self._lookups = lookups
 
     def lookup(self) -> None:
-        """Counts a look-up, and releases the pins of those that are too long ago.  Needed only if
-        ``holders`` is not empty.
-        """
+        """Counts a look-up, and releases pins of those too long ago; needed if any has some."""
         if self.is_changing:
             self._recount()
         self._clock += 1

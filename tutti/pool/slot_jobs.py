@@ -96,7 +96,7 @@ class SlotJobs:
         struct = SlotJobStruct.from_buffer_copy(self.common)
         if self.has_prps:
             struct.descriptors_max = self._engine.descriptors_of(memory)
-        struct.memory, struct.pages = memory.iocb_address, address(pages)
+        struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
         struct.job, struct.tag = ctypes.addressof(job.native), job.tag
         struct.held = options.get("held", False)
         struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)

@@ -53,16 +53,9 @@ class LoadKnown:
         kind: LoadKind = LoadKind.LOAD,
         at_once: bool = False,
     ) -> None:
-        self.at_ns = at_ns
-        self.name = name
-        self.layers = layers
-        self.layer_nbytes = layer_nbytes
-        self.tokens = tokens
-        self.prefix_tokens = prefix_tokens
-        self.unit_layers = unit_layers
-        self.batch = batch
-        self.kind = kind
-        self.at_once = at_once
+        self.at_ns, self.name, self.layers, self.layer_nbytes = at_ns, name, layers, layer_nbytes
+        self.tokens, self.prefix_tokens, self.unit_layers = tokens, prefix_tokens, unit_layers
+        self.batch, self.kind, self.at_once = batch, kind, at_once
 
 
 @dataclass(slots=True)

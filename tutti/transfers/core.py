@@ -223,7 +223,7 @@ class Core(InFlight):
                     hits = self.proven_prefix(found) if proven else found.size
                     if pin is not False:
                         hits = pins.pin(pin, found[:hits])
-                        self.expect(len(keys) - hits)
+                        self.expect(len(keys) - hits)  # a put of the missed pages
                 else:
                     hits = self.index.prefix(keys)
                 counters.lookups += 1
@@ -270,9 +270,7 @@ class Core(InFlight):
                 self.lookup_pins.release(name)
 
     def expect(self, pages: int) -> None:
-        """A put may bring so many pages soon, as after a look-up that pins its hits: there should
-        be room for them.  Lock held.
-        """
+        """A put may bring so many pages soon: there should be room for them.  Lock held."""
         slots = pages if pages < self._expected_most else self._expected_most
         if slots > self.expected and self.allocator.native.free_slots < self._reserve + slots:
             self.expected = slots

@@ -201,3 +201,23 @@ class Admitted:
 
     def __exit__(self, *exception: object) -> None:
         self._core.end(self._memory)
+
+
+class Countdown:
+    """Calls ``over`` when all that was added, and the submission itself, has ended."""
+
+    def __init__(self, over: Callable[[], object], ends: int = 0) -> None:
+        self._over = over
+        self._left = ends + 1
+        self._lock = threading.Lock()
+
+    def add(self) -> None:
+        with self._lock:
+            self._left += 1
+
+    def end(self, _: object = None) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._over()

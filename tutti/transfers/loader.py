@@ -15,11 +15,11 @@ from typing import NamedTuple, Unpack
 
 import numpy as np
 
-from tutti.base.arrays import U32, U64, Integers, Keys, Mask, Slots
+from tutti.base.arrays import U32, U64, Keys, Mask, Slots
 from tutti.base.threads import start_thread
 from tutti.errors import DeviceTimeout, KeyMissing, PageRangeError
 from tutti.gio_uring.engine import PRIORITY_LOAD
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import PagedMemory, Pages
 from tutti.gio_uring.job import Job
 from tutti.gio_uring.nvme_spec import (
     OPCODE_READ,
@@ -32,10 +32,6 @@ from tutti.medium.keys import KEY_NBYTES
 from tutti.placement.index import SlotState
 from tutti.placement.load_plan import (
     BAD_PAGES,
-    LOAD_AHEAD,
-    LOAD_HELD,
-    LOAD_ONCE,
-    LOAD_VERIFIED,
     LoadAnswer,
     LoadPlan,
     PartRows,
@@ -43,7 +39,7 @@ from tutti.placement.load_plan import (
 )
 from tutti.pool.record_table import RecordTable
 from tutti.transfers.core import Core
-from tutti.transfers.in_flight import NotAdmitted
+from tutti.transfers.in_flight import Countdown, NotAdmitted
 from tutti.transfers.reclaim import Reclaimer
 from tutti.transfers.starters import Order
 from tutti.transfers.tickets import NO_STATUS, LoadPart, LoadProgress
@@ -111,7 +107,6 @@ class Loader:
 
     def __init__(self, core: Core, reclaimer: Reclaimer) -> None:
         self._core = core
-        self.lock = core.lock
         self._reclaimer = reclaimer
         self._table = RecordTable(core.engine, core.members, blocks=_BLOCKS)
         self._verifies_all = core.config.verify == "always"
@@ -124,7 +119,7 @@ class Loader:
     def load(
         self,
         keys: Keys,
-        pages: Integers,
+        pages: Pages,
         memory: PagedMemory,
         *,
         admit: bool = False,
@@ -151,7 +146,7 @@ class Loader:
         if progress.job is None:
             numbers = plan.pages if memory.path is None else pages.astype(np.uint32)
             batch = _Pages(keys, plan.slots, plan, numbers, memory)
-            self._load_parts(batch, _Settle(self, progress, plan, memory), every, order)
+            self._load_parts(progress, batch, memory, every, order)
         return progress
 
     def plan(self, keys: bytes, job: int) -> tuple[LoadAnswer, bool]:
@@ -180,8 +175,8 @@ class Loader:
         """Submits a load that was planned, in as many jobs as it takes."""
         core, (keys, plan, pages, memory) = self._core, batch
         progress = LoadProgress(len(keys), core.layers, core.guard, core.load_latency)
-        settle = _Settle(self, progress, plan)
-        self._load_parts(_Pages(keys, plan.slots, plan, pages, memory), settle, every, Order())
+        parts = _Pages(keys, plan.slots, plan, pages, memory)
+        self._load_parts(progress, parts, None, every, Order())
         return progress
 
     def moved_elsewhere(self, plan: LoadPlan, status: U32, begun_s: float) -> None:
@@ -196,33 +191,31 @@ class Loader:
         return policy == "always" or (policy == "sampled" and self.begun % SAMPLE_ONE_IN == 0)
 
     def _begin(
-        self, progress: LoadProgress, keys: Keys, pages: Integers, memory: PagedMemory, order: Order
+        self, progress: LoadProgress, keys: Keys, pages: Pages, memory: PagedMemory, order: Order
     ) -> tuple[LoadPlan, bool]:
         """Finds every key, checks that it may be served, pins its slot, and submits the load if one
         job of the engine can move it.  Also returns whether proven objects are verified.
         """
-        core, checks, job = self._core, self._core.config.verify, None
-        every, is_ours = checks == "always" or self._verifies_every(), memory.path is None
+        core, once, job = self._core, self._core.config.verify != "off", None
+        every = core.config.verify == "always" or self._verifies_every()
+        is_ours = memory.path is None
         jobs, start = core.slot_jobs, core.planner.begin
         plan = LoadPlan(len(keys), core.layers, jobs.words + 1 if is_ours else 0, 1)
-        flags = LOAD_VERIFIED if every else 0
-        if is_ours:
-            flags += LOAD_HELD * order.get("held", False) + LOAD_AHEAD * order.get("ahead", False)
         try:
             if not is_ours:
-                start(keys, flags=flags, plan=plan)
+                start(keys, every, plan)
             else:
                 ended = partial(self.settle, progress, plan, memory)
                 job = core.engine.open_job(NO_STATUS, (plan, memory), ended)
                 progress.job, progress.plan = job, plan
                 if jobs.has_prps:
                     jobs.common.descriptors_max = core.engine.descriptors_of(memory)
-                once, to = checks != "off", (memory.iocb_address, job.tag, addressof(job.native))
-                first = flags + LOAD_ONCE if once else flags
-                start(keys, flags=first, plan=plan, jobs=jobs.handle, pages=pages, to=to)
+                when = order.get("held", False), order.get("ahead", False)
+                its = *when, addressof(memory.iocb), job.tag, addressof(job.native)
+                start(keys, every, plan, jobs.handle, pages, (once, *its))
                 if plan.refused == BAD_PAGES:
                     pages = memory.check_pages(pages, once=once)
-                    start(keys, flags=flags, plan=plan, jobs=jobs.handle, pages=pages, to=to)
+                    start(keys, every, plan, jobs.handle, pages, (0, *its))
             if plan.refused:
                 core.engine.check_started(None, plan.refused)
         except PageRangeError:
@@ -237,22 +230,33 @@ class Loader:
         core.counters.load_runs += plan.runs
         return plan, every
 
-    def _load_parts(self, batch: _Pages, settle: _Settle, every: bool, order: Order) -> None:
-        """Submits a load that one native call cannot: of several kinds of rows, or by a path."""
-        progress = settle.progress
+    def _load_parts(
+        self,
+        progress: LoadProgress,
+        batch: _Pages,
+        memory: PagedMemory | None,
+        every: bool,
+        order: Order,
+    ) -> None:
+        """Submits a load that one native call cannot: of several kinds of rows, or by a path.
+
+        memory: as for `settle`.
+        """
+        unproven: Mask | None = None
+        jobs = Countdown(lambda: self.settle(progress, batch.plan, memory, unproven=unproven))
         progress.record_status = np.zeros(progress.keys, np.uint32)
         try:
-            settle.unproven, parts = partition(batch.plan.marks, every)
+            unproven, parts = partition(batch.plan.marks, every)
             for part in parts:
-                self._load_part(progress, batch, part, settle, order)
+                self._load_part(progress, batch, part, jobs, order)
         except BaseException:
             progress.cancel(self._core.config.timeout_s)
             raise
         finally:
-            settle.end_part()
+            jobs.end()
 
     def _load_part(
-        self, progress: LoadProgress, batch: _Pages, part: PartRows, settle: _Settle, order: Order
+        self, progress: LoadProgress, batch: _Pages, part: PartRows, jobs: Countdown, order: Order
     ) -> None:
         core = self._core
         rows, unknown, verify, whole = part
@@ -263,7 +267,7 @@ class Loader:
             digests = None if digests is None else digests[rows]
         # Before the data, so that the digests are there when the first layer is.
         reads = self._start_records(batch, rows[unknown]) if unknown.size else []
-        settle.add_part()
+        jobs.add()
         try:
             job = core.submitter(batch.memory).submit(
                 OPCODE_READ,
@@ -275,11 +279,11 @@ class Loader:
                 gated=unknown.size > 0,
                 priority=PRIORITY_LOAD,
                 timeout_s=core.config.timeout_s,
-                on_released=settle.end_part,
+                on_released=jobs.end,
                 **order,
             )
         except BaseException:
-            settle.end_part()
+            jobs.end()
             for read in reads:
                 read.release(self._table)
             raise
@@ -293,13 +297,13 @@ class Loader:
         if batch.memory.path is None or core.is_remote(batch.memory):
             self._open_gate(gate)
             return
-        settle.add_part()
+        jobs.add()
         # A stream waits for these pages instead of the caller, who goes on at once.
-        thread = threading.Thread(target=self._open_later, args=(gate, settle), daemon=True)
+        thread = threading.Thread(target=self._open_later, args=(gate, jobs), daemon=True)
         try:
             start_thread(thread, "tutti-records")
         except BaseException:
-            settle.end_part()
+            jobs.end()
             for read in reads:
                 read.release(self._table)
             raise
@@ -316,7 +320,7 @@ class Loader:
             raise
         job.open_gate()
 
-    def _open_later(self, gate: _Gate, settle: _Settle) -> None:
+    def _open_later(self, gate: _Gate, jobs: Countdown) -> None:
         """As `_open_gate`, on a thread of its own: the ticket reports an error."""
         try:
             self._open_gate(gate)
@@ -325,7 +329,7 @@ class Loader:
             late = isinstance(error, DeviceTimeout)
             gate.progress.record_status[gate.rows] = STATUS_TIMED_OUT if late else STATUS_CANCELLED
         finally:
-            settle.end_part()
+            jobs.end()
 
     def _start_records(self, batch: _Pages, rows: Slots) -> list[_RecordRead]:
         """Starts to read the records of rows, as far as staging is free; one block at least."""
@@ -462,32 +466,3 @@ class _RecordRead:
     def release(self, table: RecordTable) -> None:
         """Releases the block, once the device can no longer write to it."""
         self.job.on_released(lambda _: table.release(self.block))
-
-
-class _Settle:
-    """Counts the jobs of a load of several and settles it after the last; see Loader.settle."""
-
-    __slots__ = ("_loader", "_parts", "memory", "plan", "progress", "unproven")
-
-    def __init__(
-        self,
-        loader: Loader,
-        progress: LoadProgress,
-        plan: LoadPlan,
-        memory: PagedMemory | None = None,
-    ) -> None:
-        self._loader, self.progress, self.plan = loader, progress, plan
-        self.memory = memory
-        self.unproven: Mask | None = None
-        self._parts = 1  # the submission itself
-
-    def add_part(self) -> None:
-        with self._loader.lock:
-            self._parts += 1
-
-    def end_part(self, _: object = None) -> None:
-        with self._loader.lock:
-            self._parts -= 1
-            last = self._parts == 0
-        if last:
-            self._loader.settle(self.progress, self.plan, self.memory, unproven=self.unproven)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict, Unpack
 
-from tutti.base.arrays import Integers, Keys
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.base.arrays import Keys
+from tutti.gio_uring.iocb import PagedMemory, Pages
 from tutti.transfers.put_request import PutPart
 from tutti.transfers.tickets import LoadProgress
 
@@ -42,7 +42,7 @@ class LoadStarter(Protocol):
     def load(
         self,
         keys: Keys,
-        pages: Integers,
+        pages: Pages,
         memory: PagedMemory,
         *,
         admit: bool = False,

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import FIRST_ROWS, Integers, Rows
+from tutti.base.arrays import FIRST_ROWS, Rows
 from tutti.base.process import Owned
 from tutti.base.threads import start_thread
 from tutti.errors import TuttiError
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import PagedMemory, Pages
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
 from tutti.scheduler.event import (
     BatchJoined,
@@ -153,7 +153,7 @@ class TransferQueue(Owned):
     def load(
         self,
         keys: npt.NDArray[np.uint8],
-        pages: Integers,
+        pages: Pages,
         memory: PagedMemory,
         batch: str,
         ahead: bool,
