@@ -32,8 +32,8 @@ PACKAGE_FOLDERS = {
 COMPILED = [
     f"tutti/scheduler/{name}.py"
     for name in (
-        *("estimates", "event", "loads_and_writes", "measured_speed", "policy", "profile_curves"),
-        *("read_order", "room", "state", "state_changes", "write_order"),
+        *("estimates", "event", "load_changes", "loads_and_writes", "measured_speed", "policy"),
+        *("profile_curves", "read_order", "room", "state", "state_changes", "write_order"),
     )
 ]
 COMPILE_FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]

@@ -11,7 +11,7 @@ place, because a copy for each event would cost more than the decision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from tutti.scheduler.event import (
     BatchJoined,
@@ -30,22 +30,21 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.loads_and_writes import (
-    Load,
-    LoadKind,
-    PageLocation,
-    Phase,
-    Profile,
-    Step,
-    Write,
+from tutti.scheduler.load_changes import (
+    batch_joined,
+    into_order,
+    issue_read,
+    layers_ready,
+    load_gone,
+    load_known,
+    needed_now,
 )
+from tutti.scheduler.loads_and_writes import PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
 from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
 
 #: While a transfer is in flight the policy is not asked after these, but when the transfer ends.
 _LATER = (LayerBegan, StepEnded)
-
-_Entry = TypeVar("_Entry", Load, Write)
 
 
 class Scheduler:
@@ -99,7 +98,7 @@ def commit(state: State, decision: Decision) -> None:
         _place(state, write, PageLocation.COPYING)
         state.totals.copied_pages += write.pages
     for issue in decision.reads:
-        _issue_read(state, issue)
+        issue_read(state, issue)
     if decision.writes:
         expected_ns = 0
         for issue in decision.writes:
@@ -128,35 +127,7 @@ def _place(state: State, write: Write, place: PageLocation | None) -> None:
         if place is PageLocation.COPYING:
             state.unwritten.pop(write.name, None)
         elif write.issued < write.pages:
-            _into_order(state.unwritten, write)
-
-
-def _into_order(queue: dict[str, _Entry], entry: _Entry) -> None:
-    """Adds an entry that may be older than what the queue has."""
-    younger = [one for one in queue.values() if one.number > entry.number]
-    for one in younger:
-        del queue[one.name]
-    queue[entry.name] = entry
-    for one in younger:
-        queue[one.name] = one
-
-
-def _issue_read(state: State, issue: Issue) -> None:
-    load = state.loads[issue.name]
-    load.issued += issue.count
-    if load.background:
-        state.background_ns += issue.count * load.read_ns
-        if load.issued == load.layers:
-            del state.background[load.name]
-        return
-    begin(state, state.reading, state.writing, issue.count, issue.count * load.read_ns)
-    if not load.running:
-        state.read_ahead_nbytes += issue.count * load.ahead_nbytes
-    if load.issued == load.layers:
-        if load.running:
-            del state.unissued[load.name]
-        elif state.unread.pop(load.name, None) is not None:
-            state.ahead_ns += load.layers * load.compute_ns
+            into_order(state.unwritten, write)
 
 
 def _issue_write(state: State, issue: Issue, forced: bool) -> int:
@@ -177,122 +148,6 @@ def _issue_write(state: State, issue: Issue, forced: bool) -> int:
     if write.issued == write.pages:
         state.unwritten.pop(write.name, None)
     return expected_ns
-
-
-def _load_known(state: State, event: LoadKnown) -> None:
-    bad = event.layers < 1 or event.layer_nbytes < 1 or event.unit_layers < 1
-    if bad or event.name in state.loads or event.name in state.writes:
-        state.totals.ignored += 1
-        return
-    estimates, layers = state.estimates, event.layers
-    load = state.loads[event.name] = Load(
-        event.name,
-        state.numbers,
-        state.now_ns,
-        layers,
-        event.layer_nbytes,
-        event.tokens,
-        event.prefix_tokens,
-        event.unit_layers,
-        event.batch,
-        estimates.read_base_ns(layers * event.layer_nbytes, layers),
-        estimates.layer_base_ns(event.tokens, event.prefix_tokens),
-        event.layer_nbytes if event.kind is LoadKind.READ_AHEAD else 0,
-        event.kind is LoadKind.BACKGROUND,
-    )
-    state.numbers += 1
-    if state.step.loads and load.is_for(state.step.loads):
-        load.running, load.background = True, False
-        state.running[event.name] = state.unissued[event.name] = load
-    else:
-        (state.background if load.background else state.unread)[event.name] = load
-    if event.at_once:
-        _issue_read(state, Issue(event.name, 0, layers))
-
-
-def _load_gone(state: State, event: LoadGone) -> None:
-    load = state.loads.get(event.name)
-    if load is None:
-        state.totals.ignored += 1
-    else:
-        if load.ready < event.layers <= load.issued:
-            _layers_ready(state, event)
-        _forget_load(state, load)
-
-
-def _forget_load(state: State, load: Load) -> None:
-    flying = load.issued - load.ready
-    del state.loads[load.name]
-    if load.background:
-        state.background.pop(load.name, None)
-        state.background_ns -= flying * load.read_ns
-        return
-    given_up(state, state.reading, state.writing, flying, flying * load.read_ns)
-    if load.running:
-        state.running.pop(load.name, None)
-        state.unissued.pop(load.name, None)
-    else:
-        _not_ahead(state, load)
-
-
-def _not_ahead(state: State, load: Load) -> None:
-    """A load is not read ahead any more."""
-    state.read_ahead_nbytes -= load.issued * load.ahead_nbytes
-    if state.unread.pop(load.name, None) is None:
-        state.ahead_ns -= load.layers * load.compute_ns
-
-
-def _batch_joined(state: State, event: BatchJoined) -> None:
-    for load in state.loads.values():
-        if load.batch and load.batch == event.batch:
-            load.batch = event.into
-            if load.background:
-                _wanted(state, load)
-            if not load.running and load.is_for(state.step.loads):
-                _needed_now(state, load)
-
-
-def _wanted(state: State, load: Load) -> None:
-    """Something waits for a load of the background."""
-    flying = load.issued - load.ready
-    load.background = False
-    state.background.pop(load.name, None)
-    state.background_ns -= flying * load.read_ns
-    if flying:
-        begin(state, state.reading, state.writing, flying, flying * load.read_ns)
-    if load.issued < load.layers:
-        _into_order(state.unread, load)
-    else:
-        state.ahead_ns += load.layers * load.compute_ns
-
-
-def _needed_now(state: State, load: Load) -> None:
-    """The running step needs a load."""
-    if load.background:
-        _wanted(state, load)
-    _not_ahead(state, load)
-    load.running = True
-    if load.ready < load.layers:
-        state.running[load.name] = load
-        if load.issued < load.layers:
-            state.unissued[load.name] = load
-
-
-def _layers_ready(state: State, event: LayersReady | LoadGone) -> None:
-    load = state.loads.get(event.name)
-    if load is None or not load.ready < event.layers <= load.issued:
-        state.totals.ignored += 1
-        return
-    layers = event.layers - load.ready
-    load.ready = event.layers
-    state.totals.read_nbytes += layers * load.layer_nbytes
-    if load.background:  # its speed tells nothing, as it yields
-        state.background_ns -= layers * load.read_ns
-        return
-    correction = state.estimates.read
-    end(state, state.reading, state.writing, correction, layers, layers * load.read_ns)
-    if load.running and load.ready == load.layers:
-        state.running.pop(load.name, None)
 
 
 def _space_known(state: State, event: SpaceKnown) -> None:
@@ -370,7 +225,7 @@ def _write_stopped(state: State, event: WriteStopped) -> None:
         return
     given_up(state, state.writing, state.reading, back, back * write.write_ns)
     if write.issued == write.pages:
-        _into_order(state.unwritten, write)
+        into_order(state.unwritten, write)
     write.issued = event.pages
     state.waiting_pages += back
 
@@ -426,7 +281,7 @@ def _step_began(state: State, event: StepBegan) -> None:
     if event.loads:
         for load in list(state.loads.values()):
             if not load.running and load.is_for(event.loads):
-                _needed_now(state, load)
+                needed_now(state, load)
 
 
 def _step_over(state: State) -> None:
@@ -443,7 +298,7 @@ def _step_over(state: State) -> None:
             continue
         state.read_ahead_nbytes += load.issued * load.ahead_nbytes
         if load.issued < load.layers:
-            _into_order(state.unread, load)
+            into_order(state.unread, load)
         else:
             state.ahead_ns += load.layers * load.compute_ns
     state.running.clear()
@@ -484,10 +339,10 @@ def _step_ended(state: State, event: StepEnded) -> None:
 
 _APPLY: dict[type[Any], Callable[[State, Any], None]] = {
     Tick: lambda state, event: None,  # only time has passed
-    LoadKnown: _load_known,
-    LoadGone: _load_gone,
-    BatchJoined: _batch_joined,
-    LayersReady: _layers_ready,
+    LoadKnown: load_known,
+    LoadGone: load_gone,
+    BatchJoined: batch_joined,
+    LayersReady: layers_ready,
     SpaceKnown: _space_known,
     WriteKnown: _write_known,
     PagesWritten: _pages_written,
