@@ -97,11 +97,12 @@ def test_a_file_is_bounded_and_whole(tmp_path: Path, caplog: pytest.LogCaptureFi
         b"[" * 100_000 + b"\n",
         b"{}\n",
         b'{"kind":"tutti trace","schema":2}\n',
-        b'{"kind":"tutti trace","schema":1,"limits":{"x":1},"profile":{}}\n',
-        b'{"kind":"tutti trace","schema":1,"limits":[],"profile":{}}\n',
-        b'{"kind":"tutti trace","schema":1,"limits":{"margin":"x"},"profile":{}}\n',
-        b'{"kind":"tutti trace","schema":1,"limits":{},"profile":[]}\n',
-        b'{"kind":"tutti trace","schema":1,"limits":{},"profile":{}}\n',
+        b'{"kind":"tutti trace","schema":3,"limits":{},"profile":{}}\n',
+        b'{"kind":"tutti trace","schema":2,"limits":{"x":1},"profile":{}}\n',
+        b'{"kind":"tutti trace","schema":2,"limits":[],"profile":{}}\n',
+        b'{"kind":"tutti trace","schema":2,"limits":{"margin":"x"},"profile":{}}\n',
+        b'{"kind":"tutti trace","schema":2,"limits":{},"profile":[]}\n',
+        b'{"kind":"tutti trace","schema":2,"limits":{},"profile":{}}\n',
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, content: bytes) -> None:
@@ -111,4 +112,14 @@ def test_what_is_no_trace(tmp_path: Path, content: bytes) -> None:
         read(path)
     path.unlink()
     with pytest.raises(ConfigError, match="record the trace again"):
+        read(path)
+
+
+def test_a_trace_without_turns_of_read_ahead_is_refused(tmp_path: Path) -> None:
+    """It was recorded before loads had an age: replayed, it would be decided otherwise."""
+    path = tmp_path / "a.trace"
+    TraceFile(path, Limits(), PROFILE)
+    assert read(path).lines == []
+    path.write_text(path.read_text().replace('"schema":2', '"schema":1'))
+    with pytest.raises(ConfigError, match=r"another kind or schema than 2.*record the trace again"):
         read(path)

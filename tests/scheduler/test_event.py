@@ -31,6 +31,7 @@ from tutti.scheduler.event import (
 )
 from tutti.scheduler.loads_and_writes import Load, LoadKind, PageLocation, Phase
 from tutti.scheduler.policy import SlackPolicy
+from tutti.scheduler.read_order import begin_turn
 from tutti.scheduler.state import State
 from tutti.scheduler.state_changes import apply, commit
 from tutti.scheduler.trace import replay
@@ -42,7 +43,11 @@ def events_of(
     return st.one_of(
         st.builds(Tick, ns),
         st.builds(
-            LoadKnown, ns, name, count, count, count, count, count, name, st.sampled_from(LoadKind)
+            LoadKnown,
+            *(ns, name, count, count, count, count, count, name),
+            st.sampled_from(LoadKind),
+            asked_ns=ns | st.just(0),
+            alone=st.booleans(),
         ),
         st.builds(LoadGone, ns, name),
         st.builds(BatchJoined, ns, name, name),
@@ -123,6 +128,8 @@ def test_no_order_of_events_breaks_the_state(happened: list[events.Event]) -> No
         elif not isinstance(event, LayersReady | PagesWritten | LayerBegan | StepEnded):
             # Of these the measurement alone may make no sense.
             assert state.totals.ignored == before.totals.ignored
+        if state.offered:
+            begin_turn(state, 2)
         commit(state, policy.decide(state))
         check_sums(state)
 
@@ -146,12 +153,23 @@ def check_sums(state: State) -> None:
     assert state.writing.flying == sum(w.issued - w.written for w in writes)
     assert state.reading.flying_ns == sum((x.issued - x.ready) * x.read_ns for x in loads)
     assert state.writing.flying_ns == sum((w.issued - w.written) * w.write_ns for w in writes)
-    assert list(state.unread.values()) == [x for x in ahead if x.issued < x.layers]
+    check_pieces(state, ahead)
     full = [x for x in ahead if x.issued == x.layers]
     assert state.ahead_ns == sum(x.layers * x.compute_ns for x in full)
     assert {*state.running} == {x.name for x in loads if x.running and x.ready < x.layers}
     may_go = [w for w in writes if w.issued < w.pages and w.place is not PageLocation.COPYING]
     assert list(state.unwritten.values()) == may_go
+
+
+def check_pieces(state: State, ahead: list[Load]) -> None:
+    offered = [x for x in ahead if x.offer is not None]
+    assert state.offered == sorted(x.offer for x in offered if x.offer)
+    assert not any(x.issued or x.running or not x.asked_ns for x in offered)
+    unread = [x for x in ahead if x.issued < x.layers and x not in offered]
+    assert list(state.unread.values()) == sorted(unread, key=lambda x: x.number)
+    for name, load in state.turns.items():
+        assert state.loads[name] is load and load.asked_ns and load.offer is None
+        assert load.ready < load.layers
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:

@@ -52,7 +52,9 @@ def feed(drive: Drive, work: Any) -> None:
     """Loads that begin a step when they come, or are read ahead and never used; and writes."""
     for number, (at_ns, layers, mb, unit, used) in enumerate(work[0]):
         name, kind = f"r{number}", KINDS[number % len(KINDS)]
-        drive.at(LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit, kind=kind))
+        known = LoadKnown(at_ns, name, layers, mb * MB, 64, 64, unit_layers=unit, kind=kind)
+        known.asked_ns = at_ns + 1 if number % len(KINDS) == 1 else 0
+        drive.at(known)
         if used:
             drive.at(StepBegan(at_ns + 5 * MS, Phase.PREFILL, layers, tokens=64, loads=(name,)))
     for number, (at_ns, pages, mb, unit, stop) in enumerate(work[1]):
@@ -142,8 +144,8 @@ def startable(state: State, limits: Limits) -> list[str]:
     """What may be issued now, by SlackPolicy's docstring."""
     budget = limits.read_ahead_nbytes - state.read_ahead_nbytes
     found, blocked = [], False
-    for load in state.loads.values():
-        if load.issued == load.layers or load.background:
+    for load in sorted(state.loads.values(), key=lambda one: one.number):
+        if load.issued == load.layers or load.background or load.offer:
             continue
         fits = load.unit_nbytes <= budget
         if load.running or not load.ahead_nbytes or (fits and not blocked):

@@ -26,6 +26,9 @@ class LoadKnown:
     """There is something to read, layer by layer; see Load.
 
     at_once: it was issued whole as it came, since nothing else was under way.
+    asked_ns: when the request asked for which this is a piece of read-ahead; pieces take turns, see
+    read_order.begin_turn.  0 for all other loads.
+    alone: this piece is not read beside another, because its path is not faster then.
     """
 
     at_ns: int
@@ -38,6 +41,8 @@ class LoadKnown:
     batch: str
     kind: LoadKind
     at_once: bool
+    asked_ns: int
+    alone: bool
 
     # Compiled, unlike that of a dataclass, which takes twice as long; every load makes one.
     def __init__(  # noqa: PLR0913 - one for each field
@@ -52,10 +57,13 @@ class LoadKnown:
         batch: str = "",
         kind: LoadKind = LoadKind.LOAD,
         at_once: bool = False,
+        asked_ns: int = 0,
+        alone: bool = False,
     ) -> None:
         self.at_ns, self.name, self.layers, self.layer_nbytes = at_ns, name, layers, layer_nbytes
         self.tokens, self.prefix_tokens, self.unit_layers = tokens, prefix_tokens, unit_layers
         self.batch, self.kind, self.at_once = batch, kind, at_once
+        self.asked_ns, self.alone = asked_ns, alone
 
 
 @dataclass(slots=True)

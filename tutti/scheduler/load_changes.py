@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import TypeVar
 
 from tutti.scheduler.event import BatchJoined, LayersReady, LoadGone, LoadKnown
@@ -40,11 +41,12 @@ def issue_read(state: State, issue: Issue) -> None:
             state.ahead_ns += load.layers * load.compute_ns
 
 
-def load_known(state: State, event: LoadKnown) -> None:
+def load_known(state: State, event: LoadKnown) -> bool:
+    """Returns whether nothing changed for the policy: a piece waits for its turn."""
     bad = event.layers < 1 or event.layer_nbytes < 1 or event.unit_layers < 1
     if bad or event.name in state.loads or event.name in state.writes:
         state.totals.ignored += 1
-        return
+        return False
     estimates, layers = state.estimates, event.layers
     load = state.loads[event.name] = Load(
         event.name,
@@ -65,25 +67,37 @@ def load_known(state: State, event: LoadKnown) -> None:
     if state.step.loads and load.is_for(state.step.loads):
         load.running, load.background = True, False
         state.running[event.name] = state.unissued[event.name] = load
+    elif event.asked_ns and load.ahead_nbytes and not event.at_once:
+        load.asked_ns, load.alone = event.asked_ns, event.alone
+        load.offer = event.asked_ns, load.number, event.name
+        insort(state.offered, load.offer)
+        return True
     else:
         (state.background if load.background else state.unread)[event.name] = load
     if event.at_once:
         issue_read(state, Issue(event.name, 0, layers))
+    return False
 
 
-def load_gone(state: State, event: LoadGone) -> None:
+def load_gone(state: State, event: LoadGone) -> bool:
+    """Returns whether nothing changed for the policy: a piece had no turn yet, or it had arrived
+    and no load waits that could use its staging.
+    """
     load = state.loads.get(event.name)
     if load is None:
         state.totals.ignored += 1
-    else:
-        if load.ready < event.layers <= load.issued:
-            layers_ready(state, event)
-        _forget_load(state, load)
+        return False
+    if load.ready < event.layers <= load.issued:
+        layers_ready(state, event)
+    was_offered = load.offer is not None
+    _forget_load(state, load)
+    return was_offered or (load.asked_ns > 0 and load.ready == load.layers and not state.unread)
 
 
 def _forget_load(state: State, load: Load) -> None:
     flying = load.issued - load.ready
     del state.loads[load.name]
+    state.turns.pop(load.name, None)
     if load.background:
         state.background.pop(load.name, None)
         state.background_ns -= flying * load.read_ns
@@ -98,6 +112,10 @@ def _forget_load(state: State, load: Load) -> None:
 
 def _not_ahead(state: State, load: Load) -> None:
     """A load is not read ahead any more."""
+    if load.offer is not None:
+        state.offered.remove(load.offer)
+        load.offer = None
+        return
     state.read_ahead_nbytes -= load.issued * load.ahead_nbytes
     if state.unread.pop(load.name, None) is None:
         state.ahead_ns -= load.layers * load.compute_ns
@@ -152,5 +170,7 @@ def layers_ready(state: State, event: LayersReady | LoadGone) -> None:
         return
     correction = state.estimates.read
     end(state, state.reading, state.writing, correction, layers, layers * load.read_ns)
-    if load.running and load.ready == load.layers:
-        state.running.pop(load.name, None)
+    if load.ready == load.layers:
+        state.turns.pop(load.name, None)
+        if load.running:
+            state.running.pop(load.name, None)

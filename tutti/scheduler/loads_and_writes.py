@@ -85,13 +85,14 @@ class Step:
 class Load:
     """A prefix on the medium that is to be read, layer by layer.
 
-    number: order of arrival.  layer_nbytes: bytes of each layer.  unit_layers: an issue is a
-    multiple of it, or the rest.  issued, ready: layers issued and arrived, from 0 on.
+    number: order of arrival, or of turns.  layer_nbytes: bytes of each layer.  unit_layers: an
+    issue is a multiple of it, or the rest.  issued, ready: layers issued and arrived, from 0 on.
     tokens, prefix_tokens: of the prefill that will use it.  running: its step has begun; else it
     may be read ahead.  batch: by which a step may call for it; empty for none.
     read_ns, compute_ns: of one layer, by the profile.  ahead_nbytes: staging for each layer that is
     issued before the step begins; 0 where the pages are there.  background: see LoadKind; not once
-    something waits for it.
+    something waits for it.  offer: of a piece of read-ahead that waits for its turn, its entry in
+    State.offered.  asked_ns, alone: see LoadKnown.
     """
 
     name: str
@@ -110,6 +111,9 @@ class Load:
     issued: int = 0
     ready: int = 0
     running: bool = False
+    asked_ns: int = 0
+    alone: bool = False
+    offer: tuple[int, int, str] | None = None
 
     def is_for(self, loads: tuple[str, ...]) -> bool:
         """Whether a step that needs ``loads`` needs it."""

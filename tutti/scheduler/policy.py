@@ -17,7 +17,7 @@ from tutti.scheduler.event import LoadKnown, WriteKnown
 from tutti.scheduler.loads_and_writes import Load, Phase, Write
 from tutti.scheduler.read_order import ReadOrder, background, fill
 from tutti.scheduler.room import overflow, pressure_of
-from tutti.scheduler.state import NOTHING, Decision, Issue, State
+from tutti.scheduler.state import NOTHING, PIECES_MAX, Decision, Issue, State
 from tutti.scheduler.write_order import fewest_left_first, first_write, writes_for
 
 #: Slack is computed over so many loads, those that are due first.
@@ -35,6 +35,7 @@ class Limits:
     locked_pages: pages of the server that may wait to be written; the rest is copied to staging.
     staged_pages: pages of staging for those; beyond, writes are dropped.
     read_ahead_nbytes: staging for read-ahead whose step did not begin.
+    pieces_max: pieces of read-ahead that are under way at once.
     read_window_us: reads are issued so far ahead of the device, and no further: what is issued
         cannot be overtaken.
     late_window_us: likewise, of a load of the running step while nothing can go between its reads:
@@ -62,6 +63,7 @@ class Limits:
     locked_pages: int = 4096
     staged_pages: int = 4096
     read_ahead_nbytes: int = 4 << 30
+    pieces_max: int = PIECES_MAX
     read_window_us: float = 4_000.0
     late_window_us: float = 64_000.0
     write_burst_us: float = 4_000.0
@@ -80,6 +82,8 @@ class Limits:
         times = (self.read_patience_us, self.write_patience_us, self.probe_us)
         if min(counts) < 0 or min(times) < 0 or not 0 <= self.margin < 1:
             raise ConfigError("limits must not be negative, and margin must be from 0 to below 1")
+        if self.pieces_max < 1:
+            raise ConfigError("pieces_max must be at least 1")
         windows = (self.read_window_us, self.late_window_us, self.run_us, self.slowed_run_us)
         if min(*windows, self.write_burst_us, self.idle_burst_us) <= 0:
             raise ConfigError("*_window_us, *run_us and *_burst_us must be above 0")
@@ -371,8 +375,11 @@ class SlackPolicy:
             only = next(iter((unissued or unread).values()), None)
             if only is None:
                 return ()
-            if only.running or not only.ahead_nbytes:
-                return (Issue(only.name, only.issued, only.in_units(fill(only, room_ns, factor))),)
+            count = only.in_units(fill(only, room_ns, factor))
+            left_nbytes = self._read_ahead - state.read_ahead_nbytes
+            takes_none = only.running or not only.ahead_nbytes
+            if takes_none or count * only.ahead_nbytes <= left_nbytes:
+                return (Issue(only.name, only.issued, count),)
         if len(unissued) <= 1:
             first = self._urgent(state, room_ns)
             if first is not None:

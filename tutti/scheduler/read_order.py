@@ -71,6 +71,28 @@ class ReadOrder:
                 self._left = 0
 
 
+def begin_turn(state: State, pieces_max: int) -> bool:
+    """Lets the next piece of read-ahead be issued, if fewer than ``pieces_max`` are under way and
+    all of these are issued; returns whether one was let.
+
+    The pieces of the request that asked first go first.  A piece's patience begins with its turn:
+    counted from its arrival, the pieces of many requests would soon overtake the running step.
+    """
+    turns = state.turns
+    if len(turns) >= pieces_max:
+        return False
+    load = state.loads[state.offered[0][2]]
+    for one in turns.values():
+        if load.alone or one.alone or not one.issued:
+            return False
+    del state.offered[0]
+    load.offer = None
+    load.number, load.arrived_ns = state.numbers, state.now_ns
+    state.numbers += 1
+    turns[load.name] = state.unread[load.name] = load
+    return True
+
+
 def fill(load: Load, room_ns: float, factor: float) -> int:
     """Layers of a load that fill ``room_ns``; at least one.  factor: correction of the profile."""
     one_ns = load.read_ns * factor

@@ -12,6 +12,9 @@ from typing import Protocol
 from tutti.scheduler.estimates import Estimates
 from tutti.scheduler.loads_and_writes import Load, Profile, Step, Write
 
+#: Pieces of read-ahead under way, where a policy has no limit of its own: one is read while the
+#: one before is staged.
+PIECES_MAX = 2
 #: Factor per put, so that the effect of a drive that hung, or of a wrong profile, fades.
 _FORGETS = 0.995
 
@@ -164,8 +167,10 @@ class State:
     in full; unissued: those of them that are not issued in full.  unread: loads to read ahead that
     are not issued in full; ahead_ns: compute time of those that are, by the profile.  background:
     loads of that kind that are not issued in full; background_ns: what the profile expects for
-    their parts in flight, which are not in ``reading``, as they yield.  unwritten: writes that may
-    be issued.  running_on: writes that were issued while no load waited, and can be stopped.
+    their parts in flight, which are not in ``reading``, as they yield.  offered: (asked_ns, number,
+    name) of the pieces of read-ahead that wait for their turn, sorted.  turns: pieces that had it
+    and have not arrived; those that are not issued are in ``unread``, too.  unwritten: writes that
+    may be issued.  running_on: writes that were issued while no load waited, and can be stopped.
     waiting_pages: pages of all writes that are not issued.
     spaces: by name, with pages that were not copied (source), that are on their way to staging
     (copying), and of staging in use, those on their way included (staged).
@@ -184,6 +189,8 @@ class State:
         self.unissued: dict[str, Load] = {}
         self.unread: dict[str, Load] = {}
         self.ahead_ns = 0
+        self.offered: list[tuple[int, int, str]] = []
+        self.turns: dict[str, Load] = {}
         self.background: dict[str, Load] = {}
         self.background_ns = 0
         self.writes: dict[str, Write] = {}

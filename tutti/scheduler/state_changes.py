@@ -41,7 +41,8 @@ from tutti.scheduler.load_changes import (
 )
 from tutti.scheduler.loads_and_writes import PageLocation, Phase, Profile, Step, Write
 from tutti.scheduler.measured_speed import begin, end, given_up, measured
-from tutti.scheduler.state import NOTHING, Decision, Issue, Policy, Space, State
+from tutti.scheduler.read_order import begin_turn
+from tutti.scheduler.state import NOTHING, PIECES_MAX, Decision, Issue, Policy, Space, State
 
 #: While a transfer is in flight the policy is not asked after these, but when the transfer ends.
 _LATER = (LayerBegan, StepEnded)
@@ -53,36 +54,46 @@ class Scheduler:
     def __init__(self, policy: Policy, profile: Profile) -> None:
         self.policy = policy
         self.state = State(profile)
+        limits = getattr(policy, "limits", None)
+        self._pieces_max: int = PIECES_MAX if limits is None else limits.pieces_max
+        self._wake_ns: int | None = None  # of the last decision
 
     def take(self, event: Event) -> Decision:
         """Decides what to do after an event.  The caller carries out the whole decision.
 
-        The policy is asked only while something waits.
+        The policy is asked only while something waits, and not after events of read-ahead that
+        change nothing for it.
         """
-        state = self.state
-        apply(state, event)
+        state, wake_ns = self.state, self._wake_ns
+        is_same = apply(state, event)
+        if state.offered:
+            is_same = not begin_turn(state, self._pieces_max) and is_same
         if not state.waits:
+            self._wake_ns = None
             return NOTHING
+        if is_same and (wake_ns is None or state.now_ns < wake_ns):
+            return NOTHING if wake_ns is None else Decision(wake_ns=wake_ns)
         if type(event) in _LATER and (state.reading.flying or state.writing.flying):
             return NOTHING
         decision = self.policy.decide(state)
-        if decision is NOTHING:
-            return decision
         if not isinstance(decision, Decision):
             raise TypeError(f"the policy returned {decision!r}; a Decision is needed")
+        self._wake_ns = decision.wake_ns
+        if decision is NOTHING:
+            return decision
         commit(state, decision)
         return decision
 
 
-def apply(state: State, event: Event) -> None:
-    """Takes an event.
+def apply(state: State, event: Event) -> bool:
+    """Takes an event; returns whether it changed nothing that a decision depends on.
 
     Time never goes back: an event that is older than the state happened now.  An event about what
     is not there (any more) changes nothing but the count of such events.
     """
     if event.at_ns > state.now_ns:
         state.now_ns = event.at_ns
-    _APPLY[type(event)](state, event)
+    return bool(_APPLY[type(event)](state, event))
 
 
 def commit(state: State, decision: Decision) -> None:
@@ -337,7 +348,7 @@ def _step_ended(state: State, event: StepEnded) -> None:
     state.numbers += 1
 
 
-_APPLY: dict[type[Any], Callable[[State, Any], None]] = {
+_APPLY: dict[type[Any], Callable[[State, Any], bool | None]] = {
     Tick: lambda state, event: None,  # only time has passed
     LoadKnown: load_known,
     LoadGone: load_gone,

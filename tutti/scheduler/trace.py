@@ -26,7 +26,7 @@ from tutti.scheduler.state import Decision, Policy
 from tutti.scheduler.state_changes import Scheduler
 
 KIND = "tutti trace"
-SCHEMA = 1
+SCHEMA = 2
 #: The largest file; later events are not recorded.
 NBYTES_MAX = 64 * MiB
 
