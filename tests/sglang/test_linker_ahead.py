@@ -129,6 +129,40 @@ def test_what_one_request_took_stays_for_the_other(tmp_path: Path) -> None:
         assert kept_ahead(rig.linker.ahead) == 0
 
 
+@pytest.mark.parametrize("forgotten", ["", "b"])
+def test_the_request_that_asked_first_is_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """Also if it was looked up again since, and where another wants the same pages."""
+    with Rig(tmp_path, load_staging=60 * OBJECT, read_ahead_share=1.0) as rig:
+        want = stored(rig, 40)
+        assert rig.store(names(10, "c"), range(10))
+        read: list[bytes] = []
+        ahead, gate, load = rig.linker.ahead, threading.Event(), rig.stored_pool.store.load
+
+        def held(keys: Any, *args: Any, **how: Any) -> Any:
+            assert gate.wait(30)
+            read.extend(key.tobytes() for key in keys)
+            return load(keys, *args, **how)
+
+        monkeypatch.setattr(rig.stored_pool.store, "load", held)
+        assert rig.lookup(names(30), "a") == 30
+        wait_for(lambda: kept_ahead(ahead))
+        assert rig.lookup(names(10, "c"), "c") == 10
+        assert rig.lookup(names(40), "b") == 40
+        assert rig.lookup(names(30), "a") == 30
+        first, then = ([*ahead._notes[rid].wanted[0][1]] for rid in ("b", "c"))
+        if forgotten:
+            ahead.forget(forgotten)
+        gate.set()
+        quiet(rig, 40 if forgotten else 50)
+        last = [] if forgotten else first[30:]
+        assert read == [key.tobytes() for key in [*first[:30], *then, *last]], "each page once"
+        assert not ahead._offers
+        monkeypatch.setattr(rig.stored_pool.store, "load", load)
+        rig.check_restored(names(30), range(20, 50), want[:30])
+
+
 def test_a_request_that_goes_away_gives_its_staging_back(tmp_path: Path) -> None:
     with Rig(tmp_path, pin_lookups=3) as rig:
         stored(rig, 6)
@@ -218,6 +252,30 @@ def test_the_queue_forgets_a_failed_read_that_a_batch_took(
         assert piece in ahead._staged, "its staging is the batch's until it is released"
         ahead.release(piece.read)
         assert piece not in ahead._staged
+
+
+def test_a_piece_that_is_still_being_read_joins_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch's step waits for it.  One that has arrived is withdrawn from the queue instead."""
+    with Rig(tmp_path) as rig:
+        stored(rig, 4)
+        ahead, gate, ended = rig.linker.ahead, threading.Event(), rig.linker.ahead._ended
+
+        def late(*arguments: Any) -> None:
+            assert gate.wait(30)
+            ended(*arguments)
+
+        monkeypatch.setattr(ahead, "_ended", late)
+        assert rig.lookup(names(4)) == 4
+        wait_for(lambda: kept_ahead(ahead) == 4)
+        (piece,), loads = ahead._staged, ahead._queue.state.loads
+        ahead.join([piece.read], "batch")
+        wait_for(lambda: loads[piece.name].batch == "batch")
+        gate.set()
+        wait_for(lambda: piece.arrived)
+        ahead.join([piece.read], "batch")
+        wait_for(lambda: piece.name not in loads)
 
 
 def test_nothing_is_under_way_once_a_step_used_what_was_read_ahead(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_servers_trace_is_replayed_by_the_policy_and_by_the_simulator(
         assert f'"event":"{event}"' in text
     if mode.name == "linker":
         assert re.search(r'"reads":\[{"name":"\d+:ahead ', text), "read-ahead was decided, too"
+        assert re.search(r'"asked_ns":[1-9]', text), "by the age of the requests"
     assert '"reads":' in text and '"writes":' in text, "not all of it was issued as it came"
 
     assert list(replay(lines, SlackPolicy(limits), profile)) == lines

@@ -174,8 +174,7 @@ class LoadBatch(Owned):
                         break
                     plan = plan_loads(*wanted, self._ahead, self._name, self._deadline_s)
                     self._plans.append(plan)
-                for read in plan.ahead:
-                    read.join(self._name)
+                self._ahead.join(plan.ahead, self._name)
                 for read in plan.fresh:
                     read.start()
             if self._copier is not None and not self._abandoned:

@@ -1,4 +1,4 @@
-"""Decides whether one or two pieces are read ahead at a time, by trials per pool and path.
+"""Finds out whether one or two pieces at a time are read ahead faster, by trials per pool and path.
 
 One at a time (INTRA) leaves the medium idle between pieces. Two (CROSS) do not, and use the medium
 better if one alone does not keep it busy.
@@ -44,6 +44,7 @@ class PieceTrials:
     def __init__(self) -> None:
         self._choosers: dict[tuple[str, str], PipelineChooser] = {}
         self._path_changes: dict[str, int] = {}
+        self._last: dict[str, Flight] = {}  # by pool
         self._ended_s = 0.0
         self._first: tuple[Flight, float] | None = None  # first of two shared pieces, its time
 
@@ -56,7 +57,14 @@ class PieceTrials:
                 del self._choosers[key]
         chooser = self._choosers.setdefault((stored_pool.name, path), PipelineChooser(_GAIN))
         nbytes = len(keys) * stored_pool.page_nbytes
-        return Flight(stored_pool, path, chooser, nbytes, len(keys) == most, now_s)
+        flight = Flight(stored_pool, path, chooser, nbytes, len(keys) == most, now_s)
+        self._last[stored_pool.name] = flight
+        return flight
+
+    def most(self, stored_pool: StoredPool) -> int:
+        """Number of pieces that may be in flight, on the path of the pool's last piece."""
+        last = self._last.get(stored_pool.name)
+        return 1 if last is None else last.most
 
     def end(self, flight: Flight, now_s: float) -> float:
         """Ends a piece; returns the seconds since its begin, or since the end of the one before."""

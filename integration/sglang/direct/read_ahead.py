@@ -1,9 +1,10 @@
 """Reads pages of requests that wait in SGLang's queue into staging, within limits.
 
-A look-up only adds a note. One thread reads the notes, announces one short piece at a time to the
-pools' queue, and reads it when the queue issues it; two pieces at a time if that is faster
-(piece_trials.py). Staged pages are found by key, for any request. This changes when bytes arrive,
-but never the answers of look-ups and loads.
+A look-up only adds a note. One thread offers the next short piece of each request to the pools'
+queue, which decides whose piece is read next and how many at once, and reads what the queue issues.
+Trials tell the queue where pieces are better read alone (piece_trials.py). Staged pages are found
+by key, for any request. This changes when bytes arrive, but never the answers of look-ups and
+loads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tutti.base.arrays import Keys
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
@@ -24,7 +27,7 @@ from tutti.integration.sglang.direct.reads import Read
 from tutti.integration.sglang.direct.stored_pool import StoredPool
 from tutti.integration.sglang.metrics import LOAD
 from tutti.scheduler.dispatcher import Dispatcher, Schedule
-from tutti.scheduler.event import LayersReady, LoadGone, LoadKnown
+from tutti.scheduler.event import BatchJoined, LayersReady, LoadGone, LoadKnown
 from tutti.scheduler.loads_and_writes import LoadKind
 from tutti.scheduler.state import Issue
 
@@ -32,41 +35,38 @@ _PIECE_NBYTES = 16 << 20
 _PIECE_PAGES = 64
 _PIECES_MIN = 4  #: in what may be staged ahead
 _IDLE_S = 60.0
+_NO_PAGES = np.zeros(0, np.int64)
 
 
 @dataclass
 class _Note:
-    """Pages that one request may load: keys (n, 16) by stored_pool, and how far they were read."""
+    """Pages that one request may load: keys (n, 16) by stored_pool, and how far they were offered.
+
+    asked_ns: when it was first looked up.  seen: the look-up that was its last.
+    """
 
     wanted: Sequence[tuple[StoredPool, Keys]]
+    asked_ns: int
     seen: int
     next_pool: int = 0
     next_row: int = 0
 
 
 @dataclass(eq=False)
-class _Piece:
-    """Keys (n, 16) that were announced to the queue under a name; none is staged yet."""
-
-    name: str
-    rid: str
-    stored_pool: StoredPool
-    keys: Keys
-    is_issued: bool = False
-
-
-@dataclass(eq=False)
 class _Staged:
-    """A read whose staging is kept, for requests (by id) and for batches that use it now.
+    """A read whose staging is kept, for requests (by id) and for batches that use it now; or an
+    offer of one, which has no staging yet.
 
-    name: its name in the queue.  used: rows that a batch took.
+    name: its name in the queue.  used: rows that a batch took.  arrived: the queue knows that it
+    was read.
     """
 
     name: str
     read: Read
-    rids: set[str] = field(default_factory=set)
+    rids: set[str]
     users: int = 0
     used: set[int] = field(default_factory=set)
+    arrived: bool = False
     listed: bool = True
 
 
@@ -76,7 +76,7 @@ class ReadAhead(Owned):
     schedule: of the queue that the pools share, with the limit of staging for read-ahead.
     lookups: a request that is not looked up again within this many look-ups is forgotten.
     measured: called with the bytes and seconds of each read.
-    trials: decide how many pieces are read at once.
+    trials: find out whether pieces are better read alone.
     """
 
     def __init__(
@@ -101,7 +101,9 @@ class ReadAhead(Owned):
         self._by_key: dict[tuple[str, bytes], tuple[_Staged, int]] = {}
         self._clock = 0
         self._names = itertools.count()
-        self._piece: _Piece | None = None
+        self._due: set[str] = set()  # requests whose next piece may be offered
+        self._offers: dict[str, _Staged] = {}  # by name
+        self._issued: deque[str] = deque()  # names
         self.trials = PieceTrials()
         self._wake = threading.Event()
         self._stop = False
@@ -123,8 +125,10 @@ class ReadAhead(Owned):
                 old.seen = self._clock
                 self._notes.move_to_end(rid)
             elif wanted:
-                self._notes[rid] = _Note(wanted, self._clock)
+                asked_ns = self._queue.now_ns() if old is None else old.asked_ns
+                self._notes[rid] = _Note(wanted, asked_ns, self._clock)
                 self._notes.move_to_end(rid)
+                self._due.add(rid)
             else:
                 self.forget(rid)
             while self._notes:
@@ -138,12 +142,11 @@ class ReadAhead(Owned):
         """Forgets a request that loads now, or has ended."""
         with self._changed:
             self._notes.pop(rid, None)
-            if self._piece is not None and self._piece.rid == rid:
-                self._queue.add(LoadGone(self._queue.now_ns(), self._piece.name))
-                self._piece = None
-            for staged in [staged for staged in self._staged if rid in staged.rids]:
-                staged.rids.discard(rid)
-                self._drop_unwanted(staged)
+            self._due.discard(rid)
+            for staged in [*self._offers.values(), *self._staged]:
+                if rid in staged.rids:
+                    staged.rids.discard(rid)
+                    self._drop_unwanted(staged)
 
     def staged_pages(self, stored_pool: StoredPool, keys: Keys) -> int:
         """Number of ``keys``, from the first on, that are staged or being read."""
@@ -151,7 +154,8 @@ class ReadAhead(Owned):
             if not self._by_key:
                 return 0
             for row, key in enumerate(keys):
-                if (stored_pool.name, key.tobytes()) not in self._by_key:
+                place = self._by_key.get((stored_pool.name, key.tobytes()))
+                if place is None or place[0].name in self._offers:
                     return row
             return len(keys)
 
@@ -168,6 +172,7 @@ class ReadAhead(Owned):
                     self._unlist(staged)
             known, name = self._by_key, stored_pool.name
             found = {row: known[name, key] for row, key in enumerate(keys) if (name, key) in known}
+            found = {row: one for row, one in found.items() if one[0].name not in self._offers}
             users = {staged for staged, _ in found.values()}
             needed = sum(len(staged.read.keys) for staged in users) + len(keys) - len(found)
             if stored_pool.memory is None and needed > stored_pool.loads.pages:
@@ -177,6 +182,17 @@ class ReadAhead(Owned):
             for staged in users:
                 staged.users += 1
         return {row: (staged.read, place) for row, (staged, place) in found.items()}
+
+    def join(self, reads: Sequence[Read], batch: str) -> None:
+        """Tells the queue which reads a batch took: the batch's step waits for those under way."""
+        with self._changed:
+            for staged in self._staged if reads else ():
+                if staged.read in reads and not staged.arrived:
+                    self._queue.add(BatchJoined(self._queue.now_ns(), staged.name, batch))
+                elif staged.read in reads:
+                    self._withdraw(staged.name)
+        if reads:
+            self._queue.decide()
 
     def release(self, read: Read) -> None:
         """Releases a read that a batch took."""
@@ -215,21 +231,21 @@ class ReadAhead(Owned):
             self._queue.leave()
 
     def read(self, launch: Issue) -> None:
-        with self._changed:
-            if self._piece is not None and self._piece.name == launch.name:
-                self._piece.is_issued = True
+        self._issued.append(launch.name)
         self._wake.set()
 
     def _drop_unwanted(self, staged: _Staged) -> None:
         if staged.rids or staged.users:
             return
         self._unlist(staged)
+        self._withdraw(staged.name)
+        if self._offers.pop(staged.name, None) is not None:
+            return
         self._staged.remove(staged)
         metrics = staged.read.stored_pool.metrics
         metrics.count("ahead_used_pages", len(staged.used))
         metrics.count("ahead_unused_pages", len(staged.read.keys) - len(staged.used))
         staged.read.retire()
-        self._withdraw(staged.name)
 
     def _withdraw(self, name: str) -> None:
         """Withdraws a piece from the queue; the thread does it."""
@@ -254,11 +270,8 @@ class ReadAhead(Owned):
             self.trials.rest()
 
     def _fill(self, flying: deque[tuple[_Staged, Flight]]) -> bool:
-        """Starts as many pieces as may be in flight; returns whether any is."""
-        while len(flying) < (flying[0][1].most if flying else 1):
-            staged = self._next()
-            if staged is None:
-                break
+        """Starts the pieces that were issued; returns whether any is in flight."""
+        while (staged := self._next()) is not None:  # bounded by the queue's limit
             try:
                 read = staged.read
                 most = self._most_pages(read.stored_pool)
@@ -281,40 +294,39 @@ class ReadAhead(Owned):
             self._failed(staged, error)
 
     def _next(self) -> _Staged | None:
-        """Claims the issued piece, or announces the next one; None if none was issued."""
+        """Offers pieces, and claims one that was issued; None if there is none."""
         with self._changed:
-            if self._piece is None and not self._stop and self._may_read():
-                self._piece = self._find()
-                if self._piece is not None:
-                    self._announce(self._piece)
+            if self._due and not self._stop and self._may_read():
+                for rid in sorted(self._due, key=lambda rid: self._notes[rid].asked_ns):
+                    self._offer(rid, self._notes[rid])
+                self._due.clear()
         self._queue.decide()
         with self._changed:
-            piece = self._piece
-            if piece is None or not piece.is_issued:
-                return None
-            self._piece = None
-            return self._claim(piece)
-
-    def _find(self) -> _Piece | None:
-        """The next piece to read, for the request that has waited longest."""
-        for rid, note in list(self._notes.items()):
-            while note.next_pool < len(note.wanted):
-                stored_pool, keys = note.wanted[note.next_pool]
-                if note.next_row < len(keys):
-                    rows = self._missing(rid, note, stored_pool, keys)
-                    if rows:
-                        name = f"{self._prefix}ahead {next(self._names)}"
-                        return _Piece(name, rid, stored_pool, keys[rows])
-                else:
-                    note.next_pool, note.next_row = note.next_pool + 1, 0
+            while self._issued:  # bounded by what was issued
+                staged = self._offers.pop(self._issued.popleft(), None)
+                if staged is not None:  # else it was withdrawn
+                    return self._claim(staged)
         return None
 
     def _may_read(self) -> bool:
         """Whether look-ups can find anything: a prefix needs all pools."""
         return all(stored_pool.reads.closed for stored_pool in self._stored_pools)
 
-    def _missing(self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys) -> list[int]:
-        """Rows of the next keys that are not staged."""
+    def _offer(self, rid: str, note: _Note) -> None:
+        """Offers the next piece of a request; not beyond pages that are offered for another."""
+        while note.next_pool < len(note.wanted):
+            stored_pool, keys = note.wanted[note.next_pool]
+            rows, other = self._missing(rid, note, stored_pool, keys)
+            if rows:
+                self._announce(stored_pool, keys[rows], rid, note.asked_ns)
+            if rows or other:  # this request is due again when that piece is issued
+                return
+            note.next_pool, note.next_row = note.next_pool + 1, 0
+
+    def _missing(
+        self, rid: str, note: _Note, stored_pool: StoredPool, keys: Keys
+    ) -> tuple[list[int], bool]:
+        """(rows of the next keys that are not staged, whether an offer of another ends them)."""
         most, rows = self._most_pages(stored_pool), list[int]()
         while note.next_row < len(keys) and len(rows) < most:
             place = self._by_key.get((stored_pool.name, keys[note.next_row].tobytes()))
@@ -322,44 +334,51 @@ class ReadAhead(Owned):
                 rows.append(note.next_row)
             else:
                 place[0].rids.add(rid)
+                if place[0].name in self._offers:
+                    return rows, True
             note.next_row += 1
-        return rows
+        return rows, False
 
     def _most_pages(self, stored_pool: StoredPool) -> int:
         """Number of pages of a whole piece."""
         most_nbytes = min(_PIECE_NBYTES, self._limit_nbytes // _PIECES_MIN)
         return max(1, min(_PIECE_PAGES, most_nbytes // stored_pool.page_nbytes))
 
-    def _announce(self, piece: _Piece) -> None:
+    def _announce(self, stored_pool: StoredPool, keys: Keys, rid: str, asked_ns: int) -> None:
         """Announces a piece with all layers, because staged pages are found by key."""
-        layout = piece.stored_pool.store.layout
+        name, layout = f"{self._prefix}ahead {next(self._names)}", stored_pool.store.layout
+        read = Read(stored_pool, keys, _NO_PAGES, staged=True, batch=name, ahead=True)
+        staged = self._offers[name] = _Staged(name, read, {rid})
+        for row, key in enumerate(keys):
+            self._by_key[stored_pool.name, key.tobytes()] = (staged, row)
         known = LoadKnown(
             self._queue.now_ns(),
-            piece.name,
+            name,
             layers=layout.layers,
-            layer_nbytes=len(piece.keys) * piece.stored_pool.page_nbytes // layout.layers,
+            layer_nbytes=read.nbytes // layout.layers,
             tokens=0,
             prefix_tokens=0,
             unit_layers=layout.layers,
-            batch=piece.name,
+            batch=name,
             kind=LoadKind.READ_AHEAD,
+            asked_ns=asked_ns,
+            alone=self.trials.most(stored_pool) == 1,
         )
         self._queue.add(known)
 
-    def _claim(self, piece: _Piece) -> _Staged | None:
+    def _claim(self, staged: _Staged) -> _Staged | None:
         """Allocates staging for an issued piece; None if there is none."""
-        stored_pool = piece.stored_pool
-        pages = stored_pool.loads.allocate(len(piece.keys)) if self._may_read() else None
+        read, rids = staged.read, staged.rids & self._notes.keys()
+        self._due |= rids
+        pages = read.stored_pool.loads.allocate(len(read.keys)) if self._may_read() else None
         if pages is None:
-            self._withdraw(piece.name)
-            note = self._notes[piece.rid]
-            note.next_pool = len(note.wanted)  # batches use all of staging: stop for this request
+            self._unlist(staged)
+            self._withdraw(staged.name)
+            for rid in rids:  # batches use all of staging: these requests stop
+                self._notes[rid].next_pool = len(self._notes[rid].wanted)
             return None
-        read = Read(stored_pool, piece.keys, pages, staged=True, batch=piece.name, ahead=True)
-        staged = _Staged(piece.name, read, {piece.rid})
+        read.pages = pages
         self._staged.append(staged)
-        for row, key in enumerate(piece.keys):
-            self._by_key[stored_pool.name, key.tobytes()] = (staged, row)
         return staged
 
     def _ended(self, staged: _Staged, flight: Flight, over: bool, duration_s: float) -> None:
@@ -367,7 +386,11 @@ class ReadAhead(Owned):
         if over and error is None:
             metrics = staged.read.stored_pool.metrics
             layers = staged.read.stored_pool.store.layout.layers
-            self._queue.post(LayersReady(self._queue.now_ns(), staged.name, layers))
+            with self._changed:
+                staged.arrived = True
+                if staged.name in self._queue.under_way:
+                    self._queue.add(LayersReady(self._queue.now_ns(), staged.name, layers))
+            self._queue.decide()
             # Counted here: any number of batches may use it.
             metrics.count("moved_bytes", staged.read.nbytes, LOAD)
             metrics.count("busy_seconds", duration_s, LOAD)

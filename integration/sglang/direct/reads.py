@@ -9,7 +9,6 @@ from tutti.base.arrays import Keys
 from tutti.errors import DeviceTimeout, PagesInUse, TuttiError
 from tutti.integration.sglang.direct.kv_pools import Pages
 from tutti.integration.sglang.direct.stored_pool import StoredPool
-from tutti.scheduler.event import BatchJoined
 from tutti.transfers.tickets import LoadTicket
 
 
@@ -73,13 +72,6 @@ class Read:
 
     def _settled(self) -> None:
         self._settled_s = time.monotonic()
-
-    def join(self, batch: str) -> None:
-        """Assigns a read ahead to a batch: the batch's step waits for it."""
-        scheduler, mine = self.stored_pool.store.scheduler, self._batch
-        self._batch = batch
-        if scheduler is not None:
-            scheduler.post(BatchJoined(scheduler.now_ns(), mine, batch))
 
     def order_stream(self, stream: int, layer: int) -> None:
         """Makes a GPU stream wait for a layer of SGLang's pool; the read must have been started.
