@@ -6,6 +6,8 @@ On a stand-in for the CUDA driver; no GPU runs.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ from tutti.gio_uring.gpu.moved_job import MovedJob
 from tutti.gio_uring.job import Job
 from tutti.integration.sglang.direct import staging_size
 from tutti.integration.sglang.direct.layer_marks import LayerMarks
+from tutti.integration.sglang.direct.staging_copy import StagingCopier
 
 SLICE = 2 * 4 * 32 * 2 * PAGE  # bytes of a page in one layer: K and V of four heads
 ALL = list(range(48))
@@ -179,6 +182,39 @@ def test_words_that_a_forward_still_writes_stay_pinned() -> None:
     driver.array(word)[0] = 1
     marks.close(10.0)
     assert batch.is_written and marks._pinned.address not in driver._registered
+
+
+def test_a_wait_counts_from_where_the_stream_reaches_it(rig_of: RigOf) -> None:
+    """Also while its caller still waits for the layer to be enqueued: the stream may run dry."""
+    with rig_of() as rig:
+        gpu = rig.linker._gpu
+        copier = StagingCopier(gpu, 2, "batch")
+        marks, deadline_s, found = copier._marks, time.monotonic() + 20, list[bool]()
+        thread = threading.Thread(target=lambda: found.append(copier.order(0, deadline_s)))
+        thread.start()
+        wait_for(lambda: marks._words[0, 0])
+        assert not marks.look()
+        copier.copy_layer([], deadline_s)
+        copier.end()
+        thread.join(20)
+        wait_for(lambda: marks.is_written)
+        [(layer, waited_s)] = marks.look()
+        assert layer == 0 and waited_s > 0
+        assert found == [True]
+        assert copier.order(0, deadline_s)
+        assert copier.wait_over(deadline_s)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_marks_have_an_end_if_the_layer_is_never_enqueued(rig_of: RigOf, is_over: bool) -> None:
+    with rig_of() as rig:
+        copier = StagingCopier(rig.linker._gpu, 2, "batch")
+        if is_over:
+            copier.end()
+        assert copier.order(0, time.monotonic() + 0.02) == is_over
+        wait_for(lambda: copier._marks.is_written)
+        copier.end()
+        assert copier.wait_over(time.monotonic() + 20)
 
 
 def test_a_wait_with_its_marks_is_one_call() -> None:

@@ -33,26 +33,33 @@ class BatchMarks:
         self._words = words
         self._address = address  # the device's
         self._asked: list[int] = []  # layers, in order of their waits
+        self._enqueued = 0  # number of waits that were enqueued
         self._seen = 0  # number of ended waits
         self._reached_s = 0.0  # when the next wait began
         self.is_released = False
         words[:] = 0
 
+    def begin(self, layer: int, stream: int) -> None:
+        """Marks that a stream reaches a layer's first wait, which ``around`` enqueues later."""
+        if layer not in self._asked:
+            self._driver.write_value(stream, self._address + 4 * layer, 1)
+            self._asked.append(layer)
+
     def around(self, layer: int, stream: int, wait: Callable[[], None]) -> None:
         """Enqueues ``wait`` for a layer on a stream, with marks if it is the layer's first wait."""
-        if layer in self._asked:
+        if layer in self._asked[: self._enqueued]:
             wait()
             return
-        at = self._address + 4 * layer
         with self._driver.together():  # after each call the thread may wait for the GIL
-            self._driver.write_value(stream, at, 1)
+            self.begin(layer, stream)
             wait()
-            self._driver.write_value(stream, at + 4 * self._words.shape[1], 1)
-        self._asked.append(layer)
+            at = self._address + 4 * layer + 4 * self._words.shape[1]
+            self._driver.write_value(stream, at, 1)
+        self._enqueued = len(self._asked)
 
     @property
     def is_through(self) -> bool:
-        """Whether every enqueued wait was seen to end."""
+        """Whether every wait was seen to end."""
         return self._seen == len(self._asked)
 
     @property

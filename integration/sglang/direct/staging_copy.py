@@ -147,19 +147,23 @@ class StagingCopier:
 
         The stream also continues after a failed layer: the batch reports that at its end.
         """
+        gpu, stream, marks = self._gpu, self._gpu.streams.current(), self._marks
+        if marks is not None and not (self._enqueued > layer or self._over):
+            marks.begin(layer, stream)  # while the caller waits here, the stream may run dry
         with self._changed:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not self._changed.wait_for(lambda: self._enqueued > layer or self._over, left_s):
-                return False
+            in_time = self._changed.wait_for(lambda: self._enqueued > layer or self._over, left_s)
             is_enqueued = self._enqueued > layer
-        if is_enqueued:
-            gpu, stream = self._gpu, self._gpu.streams.current()
-            wait = partial(gpu.driver.stream_wait_event, stream, self._events[layer])
-            if self._marks is None:
-                wait()
-            else:
-                self._marks.around(layer, stream, wait)
-        return True
+
+        def wait() -> None:
+            if is_enqueued:
+                gpu.driver.stream_wait_event(stream, self._events[layer])
+
+        if marks is None:
+            wait()
+        else:
+            marks.around(layer, stream, wait)
+        return in_time
 
     def wait_over(self, deadline_s: float) -> bool:
         """Waits until the stream has finished the batch; False at the deadline."""
