@@ -20,7 +20,7 @@ from tutti.scheduler.event import (
     WriteKnown,
     WriteStopped,
 )
-from tutti.scheduler.loads_and_writes import Phase
+from tutti.scheduler.loads_and_writes import LoadKind, Phase
 from tutti.scheduler.policy import Limits, SlackPolicy
 from tutti.scheduler.state import Decision, Issue, State
 from tutti.scheduler.state_changes import Scheduler
@@ -81,6 +81,42 @@ def test_a_load_is_read_ahead_until_a_write_fits(layer_us: float, ahead: int) ->
     scheduler.take(load)
     scheduler.take(WriteKnown(0, "w", pages=1, page_nbytes=5 * MB))
     assert scheduler.state.loads["a"].issued == ahead
+
+
+def counts_of(one: Drive, name: str) -> list[int]:
+    """Layers of each issue of a load."""
+    issues = [issue for _, decision in one.decisions for issue in decision.reads]
+    return [issue.count for issue in issues if issue.name == name]
+
+
+def test_a_load_whose_issue_is_waited_for_is_cut_only_while_there_is_another_transfer() -> None:
+    """A thread of the model waits until a layer is issued: windows of a load that competes with
+    nothing would only delay it.
+    """
+    load = LoadKnown(MS, "a", layers=256, layer_nbytes=10 * MB, tokens=1, prefix_tokens=1)
+    staged = LoadKnown(0, "s", 1, MB, 0, 0, kind=LoadKind.READ_AHEAD)  # arrives, and stays known
+    for known, others, is_cut in [
+        (load, [], True),
+        (replace(load, blocks=True), [], False),
+        (replace(load, blocks=True), [staged], False),
+        (replace(load, blocks=True), [replace(load, at_ns=0, name="b")], True),
+    ]:
+        one = drive()
+        for event in (*others, known):
+            one.at(event)
+        one.run()
+        assert (len(counts_of(one, "a")) > 1) == is_cut
+        assert sum(counts_of(one, "a")) == 256
+    one = drive()
+    one.at(WriteKnown(0, "w", pages=200, page_nbytes=4 * MB))
+    one.at(replace(load, blocks=True))
+    one.run()
+    first, *_, last = counts_of(one, "a")
+    last_write = max(at for at, direction, _ in one.launches if direction == "write")
+    alone = [decision.reads for state, decision in one.decisions if not state.writes]
+    assert first < 256
+    assert [(issue.count,) for issue in alone[0]] == [(last,)], "the rest, once nothing else waits"
+    assert last_write < max(at for at, direction, _ in one.launches if direction == "read")
 
 
 def test_a_layer_that_began_is_no_decision_while_a_transfer_is_in_flight() -> None:

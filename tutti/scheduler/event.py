@@ -29,6 +29,7 @@ class LoadKnown:
     asked_ns: when the request asked for which this is a piece of read-ahead; pieces take turns, see
     read_order.begin_turn.  0 for all other loads.
     alone: this piece is not read beside another, because its path is not faster then.
+    blocks: see Load.
     """
 
     at_ns: int
@@ -43,6 +44,7 @@ class LoadKnown:
     at_once: bool
     asked_ns: int
     alone: bool
+    blocks: bool
 
     # Compiled, unlike that of a dataclass, which takes twice as long; every load makes one.
     def __init__(  # noqa: PLR0913 - one for each field
@@ -59,11 +61,13 @@ class LoadKnown:
         at_once: bool = False,
         asked_ns: int = 0,
         alone: bool = False,
+        blocks: bool = False,
     ) -> None:
         self.at_ns, self.name, self.layers, self.layer_nbytes = at_ns, name, layers, layer_nbytes
         self.tokens, self.prefix_tokens, self.unit_layers = tokens, prefix_tokens, unit_layers
         self.batch, self.kind, self.at_once = batch, kind, at_once
         self.asked_ns, self.alone = asked_ns, alone
+        self.blocks = blocks
 
 
 @dataclass(slots=True)

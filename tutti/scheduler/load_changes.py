@@ -62,6 +62,7 @@ def load_known(state: State, event: LoadKnown) -> bool:
         estimates.layer_base_ns(event.tokens, event.prefix_tokens),
         event.layer_nbytes if event.kind is LoadKind.READ_AHEAD else 0,
         event.kind is LoadKind.BACKGROUND,
+        event.blocks,
     )
     state.numbers += 1
     if state.step.loads and load.is_for(state.step.loads):

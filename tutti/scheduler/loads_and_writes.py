@@ -92,7 +92,8 @@ class Load:
     read_ns, compute_ns: of one layer, by the profile.  ahead_nbytes: staging for each layer that is
     issued before the step begins; 0 where the pages are there.  background: see LoadKind; not once
     something waits for it.  offer: of a piece of read-ahead that waits for its turn, its entry in
-    State.offered.  asked_ns, alone: see LoadKnown.
+    State.offered.  asked_ns, alone: see LoadKnown.  blocks: threads that need a layer wait until it
+    is issued, so all are issued at once while there is no other transfer.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Load:
     compute_ns: int
     ahead_nbytes: int
     background: bool = False
+    blocks: bool = False
     issued: int = 0
     ready: int = 0
     running: bool = False

@@ -360,6 +360,12 @@ class SlackPolicy:
         free_ns: time in which no write may go without slack.  needed_ns: slack that a write needs.
         """
         factor = state.estimates.read.factor
+        unissued, unread, only = state.unissued, state.unread, None
+        has_one = len(unissued) + len(unread) <= 1  # nothing to compare
+        if has_one:
+            only = next(iter((unissued or unread).values()), None)
+            if only is not None and only.blocks and _is_alone(state, only):
+                return (Issue(only.name, only.issued, only.layers - only.issued),)
         is_alone = len(state.loads) == 1 and not state.writes
         window_ns = float(self._idle_burst_ns if is_alone else self._window_ns)
         flying_ns = state.reading.flying_ns * factor
@@ -370,9 +376,7 @@ class SlackPolicy:
         room_ns = window_ns - flying_ns
         if room_ns <= 0 and state.reading.flying > 1:
             return ()
-        unissued, unread = state.unissued, state.unread
-        if len(unissued) + len(unread) <= 1:  # nothing to compare
-            only = next(iter((unissued or unread).values()), None)
+        if has_one:
             if only is None:
                 return ()
             count = only.in_units(fill(only, room_ns, factor))
@@ -458,6 +462,11 @@ class SlackPolicy:
         ):
             return None
         return Issue(load.name, load.issued, count)
+
+
+def _is_alone(state: State, load: Load) -> bool:
+    """Whether no other transfer waits or is under way; the background does not count."""
+    return not state.writes and state.reading.flying == load.issued - load.ready
 
 
 def step_end_ns(state: State) -> float:

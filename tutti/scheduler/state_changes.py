@@ -343,8 +343,7 @@ def _step_ended(state: State, event: StepEnded) -> None:
         _layers_computed(state, step.layers - step.layer, event.waited_ns)
     state.totals.bubble_ns += event.waited_ns
     _step_over(state)
-    now_ns = state.now_ns
-    state.step = Step(number=state.numbers, began_ns=now_ns, layer_ns=now_ns)
+    state.step = Step(number=state.numbers, began_ns=state.now_ns, layer_ns=state.now_ns)
     state.numbers += 1
 
 

@@ -160,14 +160,14 @@ class TransferQueue(Owned):
         admit: bool = True,
     ) -> LoadProgress:
         """Starts a load, whose layers are read in their turn; see ObjectStore.load, Loader.load."""
-        core, dispatcher, n = self._core, self.dispatcher, len(keys)
-        start = self._loader.load
+        core, dispatcher, n, start = self._core, self.dispatcher, len(keys), self._loader.load
         if dispatcher is None or not n or self._stopping or (batch and dispatcher.is_issued(batch)):
             return start(keys, pages, memory, admit=admit, ahead=ahead)
         name, at_ns, load = f"{self._prefix}{next(self._numbers)}", dispatcher.now_ns(), None
         known = LoadKnown(at_ns, name, core.layers, self._slice_nbytes * n, 0, 0, 1, batch)
         if memory.path is not None:
             known.unit_layers = 1 if getattr(memory.path, "holds", False) else core.layers
+            known.blocks = getattr(memory.path, "launches", False)
         elif ahead:
             known.kind, known.batch = LoadKind.BACKGROUND, batch or name
         # A load that waits for a clear first would be measured as slow, so it is not alone.
@@ -287,7 +287,7 @@ class TransferQueue(Owned):
             progress.grant(load.granted, told_at, partial(self._arrived, load, progress))
 
     def _arrived(self, load: QueuedLoad, progress: LoadProgress) -> None:
-        dispatcher, ready = self.dispatcher, progress.layers_ready
+        dispatcher, ready = self.dispatcher, min(progress.layers_ready, load.granted)
         with self._lock:
             if dispatcher is None or ready <= load.ready:
                 return
