@@ -265,11 +265,12 @@ class LoadTicket(_Ticket["LoadProgress"]):
             raise PageRangeError(f"layer {layer!r} does not exist; pass one from 0 to {layers - 1}")
 
     def order_stream(self, stream: int, layer: int) -> None:
-        """Makes a GPU stream wait for ``layer`` instead of the caller; returns at once.
+        """Makes a GPU stream wait for ``layer`` instead of the caller.
 
-        stream: its CUDA handle.  The stream continues after a failed load, too: do not use what it
-        computed unless ``failed()`` is empty after the last layer.  Raises Unsupported for pages in
-        host memory, PageRangeError.
+        Blocks until the layer's work is enqueued: with the engines `launch` and `resident` until
+        the scheduler has granted the layer.  stream: its CUDA handle.  The stream continues after a
+        failed load, too: do not use what it computed unless ``failed()`` is empty after the last
+        layer.  Raises Unsupported for pages in host memory, PageRangeError.
         """
         self._check_layer(layer)
         whole("stream", stream, 0, _STREAM_MAX)

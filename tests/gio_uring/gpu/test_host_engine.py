@@ -32,6 +32,7 @@ from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.controller_file import FileController
 from tutti.gio_uring.engine import Engine
 from tutti.gio_uring.gpu.device_code import KERNELS
+from tutti.gio_uring.gpu.device_engine import DeviceEngine
 from tutti.gio_uring.gpu.host_engine import HostEngine
 from tutti.gio_uring.gpu.mover import CopyMover
 from tutti.gio_uring.gpu.verifier import Verifier
@@ -69,19 +70,22 @@ class Rig:
             timeout_s=timeout_s, verify=verify, digest_cache_nbytes=digest_cache_nbytes, **more
         )
         self.store = ObjectStore(controller, names, config=config)
-        self.gpu = HostEngine(
-            driver,
-            self.store.engine,
-            mover=CopyMover(driver) if plain else None,
-            verifier=self._verifier(),
-            load_staging_nbytes=staging_nbytes,
-            store_staging_nbytes=staging_nbytes,
-        )
+        self.gpu: Any = self._engine(staging_nbytes, CopyMover(driver) if plain else None)
         self.store.attach(self.gpu)
         tensors = [[StandInTensor(driver, PAGES * n) for n in LAYOUT.segments] for _ in range(4)]
         self.tensors = tensors
         self.pool = self.store.register(
             DeviceMemory.from_layers(LAYOUT, tensors, PAGES, gpu=self.gpu)
+        )
+
+    def _engine(self, staging_nbytes: int, mover: CopyMover | None) -> HostEngine | DeviceEngine:
+        return HostEngine(
+            self.driver,
+            self.store.engine,
+            mover=mover,
+            verifier=self._verifier(),
+            load_staging_nbytes=staging_nbytes,
+            store_staging_nbytes=staging_nbytes,
         )
 
     def _verifier(self) -> Verifier:

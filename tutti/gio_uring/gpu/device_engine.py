@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -25,7 +26,7 @@ from tutti.base.arrays import U32, U64
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.base.units import MiB
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.device_batch import BatchRequest, Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.device_code import Modules
@@ -113,6 +114,8 @@ class DeviceEngine(Owned):
             1, min(kernels.command_nbytes_max, info.mdts_nbytes) // info.lba_nbytes
         )
         self._closed = self._broken = False
+        #: Whether it supports the option `held`, and enqueues held layers only when granted.
+        self.holds = self.launches = kind != "persistent"
         self._is_server = False  # this engine started the controller's thread
         self._busy: set[DeviceJob] = set()  # kernels may ring doorbells for these
         self._tables = TableMemory(driver, max(_TABLES_NBYTES, staging_nbytes // _TABLES_SHARE))
@@ -150,6 +153,8 @@ class DeviceEngine(Owned):
         self.guard = Guard()
         self._lock = threading.RLock()  # used directly: an interrupted Condition.__enter__ keeps it
         self._changed = threading.Condition(self._lock)
+        for arena in (self.stream_queue.staging.arena, *self._tables.arenas):
+            arena.on_full = self._release_held  # their grants may wait for the one that waits here
         self._thread = threading.Thread(target=self._watch, name="tutti-device-jobs", daemon=True)
         self._thread.start()
 
@@ -163,8 +168,8 @@ class DeviceEngine(Owned):
         self.stream_queue.follow(stream)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until nothing is on the stream.  False after the timeout."""
-        return wait_until(lambda: self.driver.is_stream_done(self.stream_queue.stream), timeout_s)
+        """Waits until nothing is on the stream or held.  False after the timeout."""
+        return wait_until(self.stream_queue.is_idle, timeout_s)
 
     def submit(
         self,
@@ -176,7 +181,8 @@ class DeviceEngine(Owned):
     ) -> DeviceJob:
         """See `Engine.submit`; for pages in GPU memory.  Jobs run in the order of submission.
 
-        timeout_s: of each kernel.  Raises CapacityError if a layer does not fit into the staging,
+        timeout_s: of each kernel.  held: other jobs run between its layers, or end this if they
+        need its memory.  Raises CapacityError if a layer does not fit into the staging,
         DeviceTimeout if no staging becomes free, a deadline has passed or a drive was reset.
         """
         self._check()
@@ -209,7 +215,8 @@ class DeviceEngine(Owned):
             is_read = opcode == OPCODE_READ
             computed = None if options.get("compare", False) else digests
             work = KernelWork(batch, staged, is_read, computed, kernel_s)
-            job = DeviceJob(self, work, pages.size, options.get("on_released"))
+            held_s = timeout_s if options.get("held") and self.holds else None
+            job = DeviceJob(self, work, pages.size, options.get("on_released"), held_s)
             owner.is_free = job.is_free
             if not options.get("gated"):
                 job.enqueue()
@@ -230,6 +237,9 @@ class DeviceEngine(Owned):
                 "a deadline passed or a CUDA call failed, and the device may still write; close "
                 "the engine"
             )
+        self._check_queues()
+
+    def _check_queues(self) -> None:
         if self._queues.are_dead:
             raise DeviceTimeout(
                 "a drive was reset, which ended the queues that the GPU rings; close the engine, "
@@ -260,40 +270,73 @@ class DeviceEngine(Owned):
                 _clear_padding(starts, pages, stride, nbytes)
             nbytes = stride
         io.segment_nbytes[0], io.segment_stride[0] = nbytes, stride
-        queues = self._queues
-        io.padding = queues.scratch if opcode == OPCODE_READ else queues.zeros
+        io.padding = self._queues.scratch if opcode == OPCODE_READ else self._queues.zeros
         io.opcode, io.lba_shift = opcode, info.lba_shift
         io.slice_nlb, io.layer_stride_nlb = extents.slice_nlb, extents.layer_stride_nlb
         io.psdt = PSDT_SGL if info.sgl_descriptors else 0
         return Commands(io, runs, np.arange(pages, dtype=np.uint32), starts, shares)
 
     def enqueue(self, job: DeviceJob) -> None:
-        """Enqueues a job on the stream, and watches it."""
-        stream_queue, work, launcher = self.stream_queue, job.work, self._launcher
-        batch, layers = work.batch, work.layers
-        events = job.acquire_events()
-        driver, stream = stream_queue.driver, stream_queue.stream
-        with stream_queue.lock:
+        """Launches the granted layers of a job, and watches it; see `_go_on` for the others."""
+        with self.stream_queue.lock:
             self._check()  # an earlier job may have failed meanwhile
-            launcher.wake(layers, work.timeout_s)
-            batch.upload(stream)
-            self.begun(job)
-            with driver.together():
-                launcher.begin(work)
-                for layer in range(layers):
-                    launcher.put_layer(work, layer)
-                    if layer + 1 < layers:
-                        driver.record_event(events[layer], stream)
-                batch.download_outcome(driver, stream)
-                if work.computed is not None:
-                    batch.download_digests(driver, stream)
-                driver.write_value(stream, work.staged.device_words, 1)
-                # The last layer's event comes after the outcome of all layers.
-                driver.record_event(events[-1], stream)
-            stream_queue.layers += layers
+            self._launch(job)
             with self._lock:  # in the order of the stream
                 self._jobs.append(job)
                 self._changed.notify_all()
+
+    def _go_on(self, job: DeviceJob) -> None:
+        """Launches what was granted meanwhile, on the stream queue's thread.
+
+        Also after the deadline of another job: this one was accepted before.
+        """
+        try:
+            with self.stream_queue.lock:
+                if not job.done:
+                    self._check_queues()
+                    self._launch(job)
+        except TuttiError as error:
+            job.fail(error)
+
+    def _launch(self, job: DeviceJob) -> None:
+        """Enqueues the layers that were granted since the last call.  The queue's lock is held.
+
+        A grant is a launch, never a word that the stream waits for: what follows on the stream,
+        such as a write that the grant waits for, would wait for that word, too.
+        """
+        stream_queue, work, launcher = self.stream_queue, job.work, self._launcher
+        batch, layers, window = work.batch, work.layers, range(job.launched, job.granted)
+        if window and not (job.is_begun or job.take()):
+            return  # cancelled
+        if window:
+            events = job.acquire_events()
+            driver, stream = stream_queue.driver, stream_queue.stream
+            if not window.start:
+                launcher.wake(layers, work.timeout_s)
+                batch.upload(stream)
+                self.begun(job)
+            with driver.together():
+                if not window.start:
+                    launcher.begin(work)
+                for layer in window:
+                    launcher.put_layer(work, layer, window)
+                    if layer + 1 < layers:
+                        driver.record_event(events[layer], stream)
+                if window.stop == layers:
+                    batch.download_outcome(driver, stream)
+                    if work.computed is not None:
+                        batch.download_digests(driver, stream)
+                    driver.write_value(stream, work.staged.device_words, 1)
+                    # The last layer's event comes after the outcome of all layers.
+                    driver.record_event(events[-1], stream)
+            stream_queue.layers += len(window)
+            job.was_launched(window.stop)
+        if job.launched < layers:
+            stream_queue.add_watch(job.is_due, partial(self._go_on, job))
+
+    def _release_held(self) -> None:
+        for job in tuple(self._jobs):
+            job.release_hold()
 
     def rest(self, timeout_s: float) -> bool:
         """Ends the persistent kernel until the next job; False if it still runs after the timeout.
@@ -362,14 +405,17 @@ class DeviceEngine(Owned):
             with self._changed:
                 if not self._jobs:
                     self._changed.wait(0.2)
-                ended = [job for job in self._jobs if job.work.staged.words.moved]
-                self._jobs = [job for job in self._jobs if job not in ended]
-                first = self._jobs[0] if self._jobs else None
+                live = [job for job in self._jobs if not job.done]  # failed, or cancelled
+                ended = [job for job in live if job.is_moved]
+                self._jobs = [job for job in live if job not in ended]
+                jobs = tuple(self._jobs)
+            for job in (*ended, *jobs):
+                job.report_ready()
             for job in ended:
                 self._finish(job)
-            if first is None:
+            if not jobs:
                 self._launcher.rest()
-            elif self._launcher.is_overdue(first.work):
+            elif self._launcher.is_overdue(jobs[0].work):
                 _log.error("the transfer kernel does not respond; its jobs fail")
                 self._give_up()
             elif not ended:
@@ -407,6 +453,7 @@ class DeviceEngine(Owned):
             if not self._controller.is_served:  # the engine that served it was closed earlier
                 self._controller.start()
                 self._is_server = True
+            self._release_held()
             is_idle = self.wait_idle(timeout_s)
             is_stopped = self._launcher.stop(timeout_s)
             if not is_idle:

@@ -43,9 +43,11 @@ class JobQueue(Protocol):
 
 
 class DeviceJob(Owned):
-    """A job whose commands a kernel submits; a `Transfer`.
+    """A job whose commands a kernel submits; a `Transfer`, and a `HeldTransfer`.
 
     page_status: final once the job is done, or the event of its last layer has happened.
+    held_s: its layers wait for `grant`, at most so long; None: all are granted.
+    granted, launched: layers whose kernels may be enqueued, and those whose kernels were.
     """
 
     def __init__(
@@ -54,17 +56,22 @@ class DeviceJob(Owned):
         work: KernelWork,
         pages: int,
         on_released: Callable[[Any], None] | None,
+        held_s: float | None = None,
     ) -> None:
         self.work = work
+        self.granted, self.launched = work.layers if held_s is None else 0, 0
+        self._held_until_s = time.monotonic() + (held_s or 0.0)
+        self._ready = 0  # layers that were seen to have arrived
+        self._awaited: tuple[int, Callable[[], None] | None] = 0, None
         self.is_begun = False  # kernels may have seen it
         self._page_status: U32 = np.zeros(pages, np.uint32)
         self._queue = queue
         self._on_released = on_released
         self._lock = threading.Lock()
-        self._is_taken = False  # enqueued, or cancelled before
+        self._is_taken = False  # kernels are being enqueued, or it was cancelled before
         self._events: list[int] = []
         self._finished = threading.Event()
-        self._changed = threading.Event()  # enqueued, or never will be
+        self._changed = threading.Condition()  # layers were launched, or never will be
         self._failure: TuttiError | None = None
         self._is_kept = False  # a device may still use its memory
         finalize(self, queue.stream_queue.events.release, self._events).atexit = False
@@ -85,6 +92,11 @@ class DeviceJob(Owned):
     def _is_released(self) -> bool:
         return self._finished.is_set() and not self._is_kept
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether the stream has ended all of it, and threads that order streams know its end."""
+        return self.launched == self.work.layers and self.work.staged.words.moved > 0
+
     def is_free(self) -> bool:
         """Whether staging and tables may be used again."""
         if self._is_released and self._failure is not None:  # the tables may still be copied
@@ -97,31 +109,77 @@ class DeviceJob(Owned):
         self._queue.stream_queue.events.acquire(self.work.layers, self._events)
         return self._events
 
+    @property
+    def layers_ready(self) -> int:
+        """Number of layers that were moved or failed, from the first on."""
+        words = self.work.staged.words
+        if self._finished.is_set():  # the words may be another job's
+            return words.layers
+        ready = self._ready
+        while ready < words.layers and words.is_ready(ready):
+            ready += 1
+        self._ready = ready
+        return ready
+
+    def grant(self, layers: int, report_at: int, on_ready: Callable[[], None] | None) -> None:
+        """See `Job.grant`.  Makes no CUDA call: the stream queue's thread launches the layers."""
+        with self._lock:
+            self.granted = max(self.granted, layers)
+            self._awaited = report_at, on_ready
+
+    def release_hold(self) -> None:
+        """Grants all layers."""
+        with self._lock:
+            self.granted = self.work.layers
+
+    def is_due(self) -> bool:
+        """Whether layers are to be launched now, or never will be."""
+        if time.monotonic() > self._held_until_s:
+            self.release_hold()
+        return self.granted > self.launched or self.done
+
+    def report_ready(self) -> None:
+        """Calls back if the layers that the last `grant` named are there."""
+        with self._lock:
+            report_at, on_ready = self._awaited
+            if on_ready is None or self.layers_ready < report_at:
+                return
+            self._awaited = 0, None
+        self._queue.guard.call("a completion callback", on_ready)
+
+    def was_launched(self, layers: int) -> None:
+        """Wakes those who wait until so many layers are on the stream."""
+        with self._changed:
+            self.launched = layers
+            self._changed.notify_all()
+
     def enqueue(self) -> None:
-        """Enqueues all layers on the stream, unless the job was cancelled.
+        """Has the granted layers enqueued on the stream, and later the others.
 
         After a CUDA error, kernels may be queued without an event after them, with commands that
         cannot be recalled: the job fails, and its memory is kept until the controller was reset.
         The caller does the same after an interruption.
         """
         try:
-            if self._take():
-                self._queue.enqueue(self)
-                self._changed.set()
+            self._queue.enqueue(self)
         except TuttiError as error:
-            _log.exception("a transfer could not be put on the GPU's stream")
-            self._fail(error)
+            self.fail(error)
 
     def abandon(self) -> None:
         """Cleans up after an interrupted `submit`; no callback runs."""
         self._on_released = None
-        self._fail(interrupted())
+        self._end(interrupted())
 
-    def _fail(self, error: TuttiError) -> None:
-        self.work.staged.words.abort(STATUS_CANCELLED)
+    def fail(self, error: TuttiError) -> None:
+        """Fails a job whose kernels could not be enqueued."""
+        _log.error("a transfer could not be put on the GPU's stream", exc_info=error)
+        self._end(error)
+
+    def _end(self, error: TuttiError) -> None:
         self.finish(STATUS_CANCELLED, is_kept=self.is_begun, failure=error)
 
-    def _take(self) -> bool:
+    def take(self) -> bool:
+        """Decides between the first launch and `cancel`: whether the caller is the first."""
         with self._lock:
             is_mine, self._is_taken = not self._is_taken, True
             return is_mine
@@ -138,12 +196,15 @@ class DeviceJob(Owned):
                 return
             self._page_status[:] = status
             self._failure = failure
+            if failure is not None:  # under the lock: the words of an ended job may be another's
+                self.work.staged.words.abort(STATUS_CANCELLED)
             self._is_kept = is_kept
             self._queue.ended(self)
-            self._changed.set()
             if is_kept:
                 self._queue.keep(self)
             self._finished.set()
+        with self._changed:
+            self._changed.notify_all()
         if not is_kept:
             self._tell()
 
@@ -175,10 +236,16 @@ class DeviceJob(Owned):
     def order_stream(self, stream: int, layers: int) -> None:
         """Makes `stream` wait, on the GPU, until `layers` layers were moved or failed.
 
-        Blocks until the job's gate is open, because its layers are enqueued only then.
+        Blocks until the job's gate is open and the layers are granted, because they are enqueued
+        only then.
         """
-        self._changed.wait(max(TIMEOUT_S, self.work.timeout_s))
-        if self._failure is not None or len(self._events) < layers or not self._changed.is_set():
+        held_s = self._held_until_s - time.monotonic() + _SETTLE_S
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.launched >= layers or self.done,
+                max(TIMEOUT_S, self.work.timeout_s, held_s),
+            )
+        if self._failure is not None or self.launched < layers:
             raise ConfigError("the transfer was cancelled or its gate stays closed; start it again")
         self._queue.stream_queue.driver.stream_wait_event(stream, self._events[layers - 1])
 
@@ -193,10 +260,13 @@ class DeviceJob(Owned):
         try:
             self.enqueue()
         except BaseException:
-            self._fail(interrupted())
+            self._end(interrupted())
             raise
 
     def cancel(self) -> None:
-        """Ends a job whose gate is closed; one that runs ends by itself, within its time-out."""
-        if self._take():
+        """Ends a job of which nothing was launched; else the rest is read without waiting for
+        grants, as its words, tables and status are complete only then.
+        """
+        if self.take():
             self.finish(STATUS_CANCELLED, is_kept=False)
+        self.release_hold()

@@ -56,8 +56,12 @@ class Launcher(Owned):
     def begin(self, work: KernelWork) -> None:
         """Called once the job's tables are enqueued; from now on the device may use its memory."""
 
-    def put_layer(self, work: KernelWork, layer: int) -> None:
-        """Enqueues one layer: work that is enqueued later finds it moved or failed."""
+    def put_layer(self, work: KernelWork, layer: int, window: range) -> None:
+        """Enqueues one layer: work that is enqueued later finds it moved or failed.
+
+        window: the layers that are enqueued together; other jobs may come behind its last one, and
+        none of its commands may be in flight then.
+        """
         raise NotImplementedError
 
     def is_overdue(self, work: KernelWork) -> bool:
@@ -92,22 +96,22 @@ class Launcher(Owned):
 class ResidentKernels(Launcher):
     """One kernel per layer, which runs until the layer is complete."""
 
-    def put_layer(self, work: KernelWork, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int, window: range) -> None:
         self._launch("gio_resident", work, layer, BLOCK_THREADS_MAX, 1)
 
 
 class ShortKernels(Launcher):
     """Per layer: a kernel that submits, one that reaps completions, and one that moves slices."""
 
-    def put_layer(self, work: KernelWork, layer: int) -> None:
-        """Submits reads one layer ahead if the staging has room."""
+    def put_layer(self, work: KernelWork, layer: int, window: range) -> None:
+        """Submits reads one layer of the window ahead if the staging has room."""
         if not work.is_read:
             self._move(work, layer, publish=0)
             self._launch("gio_drain", work, layer, _WARP, 1)
             return
-        if layer == 0:
-            self._launch("gio_submit", work, 0, _WARP, None)
-        if work.staged.window > 1 and layer + 1 < work.layers:
+        if layer == window.start:
+            self._launch("gio_submit", work, layer, _WARP, None)
+        if work.staged.window > 1 and layer + 1 < window.stop:
             self._launch("gio_submit", work, layer + 1, _WARP, None)
         self._launch("gio_drain", work, layer, _WARP, 0)
         self._move(work, layer, publish=1)

@@ -142,7 +142,7 @@ class PersistentKernel(Launcher):
         self._driver.write_value(self._stream_queue.stream, self._pinned + _POSTED, posted)
         self._posted = posted
 
-    def put_layer(self, work: KernelWork, layer: int) -> None:
+    def put_layer(self, work: KernelWork, layer: int, window: range) -> None:
         words = work.staged.device_words + work.staged.words.ready_offset(layer)
         self._driver.wait_value(self._stream_queue.stream, words, 1)
 

@@ -97,13 +97,14 @@ class Arena:
     """A range of memory that is leased in parts.
 
     Owners are polled when the next lease is requested: there is no callback, and no CUDA call on
-    another thread.
+    another thread.  on_full: called while a lease waits.
     """
 
     def __init__(self, address: int, nbytes: int, what: str) -> None:
         self.address = address
         self.nbytes = nbytes
         self._what = what
+        self.on_full: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._leases: list[Lease] = []  # by address
 
@@ -126,6 +127,7 @@ class Arena:
                     f"no {format_nbytes(nbytes)} of {self._what} came free within {timeout_s:g} s; "
                     "try again, or give the GPU engine more"
                 )
+            self.on_full()
             time.sleep(_LOOK_S)
             lease = self._try(nbytes, owner)
         return lease
@@ -214,6 +216,7 @@ class TableMemory(Owned):
             self._staging.close()
             raise
         self._arena = Arena(self._device, nbytes, "memory for tables")
+        self.arenas = self._staging.arena, self._arena
 
     def lease(self, nbytes: int, timeout_s: float, owner: LeaseOwner) -> Tables:
         """Leases `nbytes` in both memories; raises what `Arena.lease` raises.

@@ -242,8 +242,12 @@ class StreamQueue(Owned):
     def watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
         """Calls `then` on the queue's thread once `is_over()`, which must not block."""
         with self.lock:
-            self._watched.append((is_over, then))
-            self._start()
+            self.add_watch(is_over, then)
+
+    def add_watch(self, is_over: Callable[[], bool], then: Callable[[], object]) -> None:
+        """As `watch`, for a caller that has the lock."""
+        self._watched.append((is_over, then))
+        self._start()
 
     def _start(self) -> None:
         if self._feeder is None:
