@@ -381,11 +381,11 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     gained = beside["verified_over_unverified"]
     worker = f"with a worker, verified over unverified (bar {_VERIFIED_BAR:g}): "
     worker += interval_text(gained, 2)
-    if (behind := bound.get("behind_over_alone")) is not None:
-        ends = behind["low"], behind["high"]
-        worker += f", {_verdict(gained, _VERIFIED_BAR, ends, ends)}; without an engine, copies"
-        worker += " whose bytes another thread digests over copies that are handed over as often"
-        worker += f" ({bound['copies_gb_per_s']['median']:.2f} GB/s): {interval_text(behind, 2)}"
+    behind = bound["behind_over_alone"]
+    ends = behind["low"], behind["high"]
+    worker += f", {_verdict(gained, _VERIFIED_BAR, ends, ends)}; without an engine, copies"
+    worker += " whose bytes another thread digests over copies that are handed over as often"
+    worker += f" ({bound['copies_gb_per_s']['median']:.2f} GB/s): {interval_text(behind, 2)}"
     two = [row for row in result["rows"] if row["drives"] == 2]
     scales = ", ".join(_scale(row["work"], row["verified_over_first"]) for row in two)
     return [
@@ -410,11 +410,10 @@ def _scale(name: str, interval: dict[str, float]) -> str:
 
 
 def _control_text(control: dict[str, Any]) -> str:
-    each_nbytes = control["nbytes"]
-    one_nbytes = control.get("one_nbytes", each_nbytes)  # an older result has as much for each
+    each, one = format_nbytes(control["nbytes"]), format_nbytes(control["one_nbytes"])
     return (
-        f"without an engine, {control['work']}, {format_nbytes(each_nbytes)} for each of two pinned"
-        f" threads over one with {format_nbytes(one_nbytes)}"
+        f"without an engine, {control['work']}, {each} for each of two pinned threads over one with"
+        f" {one}"
         f" ({control['one_gb_per_s']['median']:.1f} GB/s):"
         f" {interval_text(control[_WALL], 2)}; by CPU time {interval_text(control[_CPU], 2)}"
     )
