@@ -228,7 +228,7 @@ class Engine(Owned):
         layer_ns = options.get("layer_ns")
         if layer_ns is not None:
             config.layer_ns = address(layer_ns)
-        config.held = int(options.get("held", False))
+        config.held = options.get("held", 0)
         config.ahead = int(options.get("ahead", False))
         config.priority = options.get("priority", PRIORITY_RECORDS)
         keep = (pages, memory, digests, words, layer_ns)

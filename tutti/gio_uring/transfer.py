@@ -60,8 +60,9 @@ class TransferOptions(TypedDict, total=False):
 
     digests: uint64 (n, layers), filled with each slice's digest, or compared with it if
     ``compare``; if ``gated``, only after `Transfer.open_gate`.
-    held: layers wait for `HeldTransfer.grant`, at most ``timeout_s``; for host memory, and for
-    engines of GPU memory that support it.
+    held: 0 (default), or 1 + the number of layers to issue at once: the others wait for
+    `HeldTransfer.grant`, at most ``timeout_s``; for host memory, and for engines of GPU memory that
+    support it.
     ahead: a load into host memory that nothing waits for: its commands go after those of other
     loads, until `Transfer.wait_layers` is called.
     priority: PRIORITY_RECORDS (default), PRIORITY_LOAD or PRIORITY_STORE; lower goes first.
@@ -72,7 +73,7 @@ class TransferOptions(TypedDict, total=False):
     digests: U64 | None
     compare: bool
     gated: bool
-    held: bool
+    held: int
     ahead: bool
     priority: int
     timeout_s: float

@@ -98,7 +98,7 @@ class SlotJobs:
             struct.descriptors_max = self._engine.descriptors_of(memory)
         struct.memory, struct.pages = ctypes.addressof(memory.iocb), address(pages)
         struct.job, struct.tag = ctypes.addressof(job.native), job.tag
-        struct.held = options.get("held", False)
+        struct.held = options.get("held", 0)
         struct.opcode, struct.priority = opcode, options.get("priority", PRIORITY_RECORDS)
         struct.flags = FUA if options.get("fua") else 0
         struct.timeout_ns = nanoseconds(options.get("timeout_s", TIMEOUT_S))
