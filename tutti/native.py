@@ -184,7 +184,7 @@ _QUICK: Prototypes = {
     "tutti_index_remove": (_U64, (_INDEX, _POINTER, _U64)),
     "tutti_reuse_evicted": (_I64, (_REUSE, _POINTER, _POINTER, _U64)),
     "tutti_reuse_loaded": (_I64, (_REUSE, _POINTER, _U64, _I64)),
-    "tutti_reuse_missed": (_I64, (_REUSE, _POINTER, _U64, _I64)),
+    "tutti_reuse_missed": (_I64, (_REUSE, _POINTER, _U64, _I64, _I64)),
     "tutti_reuse_stored": (_I64, (_REUSE, _POINTER, _POINTER, _U64, _I64)),
     "tutti_load_answer": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _U64, _POINTER)),
     "tutti_put_answer": (_I64, (_POINTER, _POINTER, _POINTER)),

@@ -216,9 +216,9 @@ TUTTI_API int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, c
 
 // Records that keys are put that may not be stored: remembers them as if they had been evicted.
 // Returns the most uses of one, this one included. If they are stored in the same use, that is not
-// another one.
+// another one. since: the use in which they may have been counted by an earlier call, or `now`.
 TUTTI_API int64_t tutti_reuse_missed(tutti_reuse* reuse, const uint8_t* keys, uint64_t n,
-                                     int64_t now);
+                                     int64_t since, int64_t now);
 
 // A direct-mapped cache of digests by slot number; see tutti/placement/digest_cache.py.
 struct tutti_digests {

@@ -162,12 +162,14 @@ int64_t tutti_reuse_stored(tutti_reuse* reuse, const int64_t* slots, const uint8
   return late;
 }
 
-int64_t tutti_reuse_missed(tutti_reuse* reuse, const uint8_t* keys, uint64_t n, int64_t now) {
+int64_t tutti_reuse_missed(tutti_reuse* reuse, const uint8_t* keys, uint64_t n, int64_t since,
+                           int64_t now) {
   uint8_t most = 0;
   for (uint64_t i = 0; i < n; ++i) {
     const GhostName name = name_of(reuse, keys + i * kTuttiKeyBytes);
     const auto [before, then] = forget(reuse, name);
-    const uint8_t uses = use(reuse, before, then, now);
+    const bool is_counted = before != 0 && then == static_cast<uint32_t>(since);
+    const uint8_t uses = is_counted ? before : use(reuse, before, then, now);
     remember(reuse, name, uses, static_cast<uint32_t>(now));
     most = std::max(most, uses);
   }

@@ -155,6 +155,16 @@ def test_a_put_that_may_be_refused_counts_as_one_use() -> None:
     assert history.uses[6] == 1, "a stored key is not remembered"
 
 
+def test_a_put_during_which_others_come_counts_as_one_use() -> None:
+    history = ReuseHistory(SLOTS)
+    history.missed(keys_of(1), now=5)
+    assert history.missed(keys_of(1), now=7) == 2
+    assert history.missed(keys_of(1), now=9, since=7) == 2
+    history.stored(slots_of(0), keys_of(1), now=9)
+    assert history.uses[0] == 2
+    assert history.missed(keys_of(2), now=9, since=7) == 1, "not counted before"
+
+
 def in_turn(history: ReuseHistory, keys: int, first: int, operations: int) -> None:
     """Stores so many keys in turn, each in place of the one that was stored first."""
     for now in range(first, first + operations):

@@ -113,6 +113,28 @@ def test_all_pages_of_a_put_that_is_refused_count_as_used(
         assert store.put(keys, range(PAGES)).wait(30).stored == PAGES, "used twice by now"
 
 
+def test_a_put_that_waits_for_room_counts_as_one_use(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits, a look-up comes."""
+    with tutti.open(tmp_path / "pool", LAYOUT, "8MiB", profile=None) as store:
+        store.allocate_memory(1)
+        filled_by_uses(store, rng)
+        core, key = store._core, some_keys(rng, 1)
+        assert store.put(key, [0]).wait(30).dropped == 1
+        wait_for, looked_up = core.changed.wait_for, []
+
+        def look_up(*arguments: Any) -> bool:
+            core.index.begin_use()
+            looked_up.append(core.index.uses)
+            return wait_for(*arguments)
+
+        monkeypatch.setattr(core.changed, "wait_for", look_up)
+        assert store.put(key, [0]).wait(30).stored == 1
+        (slot,) = np.flatnonzero((core.index.key == key).all(axis=1) & (core.history.uses > 0))
+        assert looked_up and core.history.uses[slot] == 2
+
+
 def test_no_chain_loses_its_start_to_an_end_that_is_used_more_often(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:

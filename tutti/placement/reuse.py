@@ -87,10 +87,13 @@ class ReuseHistory:
             self.by_uses = not self.by_uses
             self.native.hits[:] = 3 * [slots]  # equal, and `is_useless` not before four halvings
 
-    def missed(self, keys: Keys, now: int) -> int:
-        """Counts a use of keys that may not be stored; returns the uses of the most used one."""
-        keys = np.ascontiguousarray(keys)
-        return int(quick().tutti_reuse_missed(self._handle, address(keys), len(keys), now))
+    def missed(self, keys: Keys, now: int, since: int | None = None) -> int:
+        """Counts a use of keys that may not be stored; returns the uses of the most used one.
+
+        since: the operation in which this use may have been counted before.
+        """
+        keys, since = np.ascontiguousarray(keys), now if since is None else since
+        return int(quick().tutti_reuse_missed(self._handle, address(keys), len(keys), since, now))
 
     def stored(self, slots: Slots, keys: Keys, now: int) -> None:
         """Counts objects that were stored in slots; those with ghosts were evicted too early."""

@@ -60,13 +60,15 @@ class Reclaimer:
         kept: slots that are not evicted.
         Waits, with the lock released, while slots are on their way to being free.
         """
-        core, n = self._core, len(keys)
+        core, n, begun = self._core, len(keys), self._core.index.uses
         self.top_up(n, kept, keys)
         if core.allocator.free_slots < n:
             core.counters.space_waits += self.busy
             core.changed.wait_for(
                 lambda: core.allocator.free_slots >= n or not self.busy or core.closing, timeout_s
             )
+            if core.history.by_uses:  # other operations have come: this is still the same use
+                core.history.missed(keys, core.index.uses, begun)
         core.check_open()
 
     def refill(self) -> None:
