@@ -247,6 +247,8 @@ class Loader:
         progress.record_status = np.zeros(progress.keys, np.uint32)
         try:
             unproven, parts = partition(batch.plan.marks, every)
+            if len(parts) > 2 and batch.memory.path is not None:  # two may fill a GPU's staging,
+                order = {**order, "held": False}  # and are granted once all are submitted
             for part in parts:
                 self._load_part(progress, batch, part, jobs, order)
         except BaseException:
@@ -334,19 +336,17 @@ class Loader:
     def _start_records(self, batch: _Pages, rows: Slots) -> list[_RecordRead]:
         """Starts to read the records of rows, as far as staging is free; one block at least."""
         reads: list[_RecordRead] = []
-        most = self._table.block_records
+        most, timeout_s = self._table.block_records, self._core.config.timeout_s
         for start in range(0, rows.size, most):
             part = rows[start : start + most]
             try:
-                block = self._table.reserve(0.0 if reads else self._core.config.timeout_s)
+                block = self._table.reserve(0.0 if reads else timeout_s)
             except DeviceTimeout:
                 if reads:
                     break
                 raise
             try:
-                job = self._table.read(
-                    block, batch.slots[part], timeout_s=self._core.config.timeout_s
-                )
+                job = self._table.read(block, batch.slots[part], timeout_s=timeout_s)
             except BaseException:
                 self._table.release(block)
                 for read in reads:

@@ -22,6 +22,7 @@ from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
 from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.iocb import Extents
+from tutti.transfers import loader
 
 #: Staging in which a read of 24 pages goes in more than eight chunks.
 SHORT = 80 << 10
@@ -119,6 +120,31 @@ def test_any_number_of_pages_goes_through_any_staging(
             target = rng.permutation(24)[:pages].tolist()
             rig.store.load(keys, target).wait(10)
             assert [rig.pool.read(page) for page in target] == contents
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_a_held_load_of_several_kinds_of_objects_gets_its_staging(
+    kinds: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs take all of the staging, and are granted once all jobs are submitted."""
+    none = np.zeros(0, np.int64)
+    parts = [
+        loader._Rows(rows, none, verify=False, whole=False)
+        for rows in np.array_split(np.arange(24), kinds)
+    ]
+    monkeypatch.setattr(loader, "_partition", lambda *_: (None, parts))
+    with rig_over_memory(staging_nbytes=320 << 10, verify="off", timeout_s=3.0) as rig:
+        keys, contents = rig.stored(rng, 24)
+        for tensor in (t for row in rig.tensors for t in row):
+            tensor.array[:] = 0
+        pages = np.arange(24, dtype=np.uint32)
+        progress = rig.store._loader.load(keys, pages, rig.pool.memory, held=True)
+        if kinds < 3:
+            time.sleep(0.02)
+            assert progress.layers_ready == 0, "nothing was granted"
+        progress.grant(LAYOUT.layers, 2**32 - 1, None)
+        assert progress.wait_settled(10) and not progress.status(1).any()
+        assert [rig.pool.read(page) for page in range(24)] == contents
 
 
 def test_a_put_frees_its_stream_while_the_medium_stands_still(rng: np.random.Generator) -> None:
