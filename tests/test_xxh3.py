@@ -86,6 +86,14 @@ def test_long_pieces_hash_as_one_string(isa: int, seed: int) -> None:
         assert digest_pieces(isa, pieces) == xxhash.xxh3_64_intdigest(data.tobytes()), cut
 
 
+def test_a_word_of_each_line_is_read(seed: int) -> None:
+    words = random_bytes(seed, 1 << 18).view(np.uint64)
+    sizes = np.array([words.nbytes // 2, words.nbytes // 2], np.uint64)
+    given = np.array([words.ctypes.data, words.ctypes.data + words.nbytes // 2], np.uint64)
+    read = native.lib().tutti_read_lines(native.address(given), native.address(sizes), 2)
+    assert read == int(words[::8].sum())
+
+
 def test_one_flipped_bit_changes_the_digest(seed: int) -> None:
     data = random_bytes(seed, 4097)
     before = digest(data)

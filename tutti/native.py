@@ -162,6 +162,7 @@ _FILL: Prototypes = {
 _PROTOTYPES: Prototypes = {
     "tutti_isa_best": (_U32, ()),
     "tutti_xxh3_64_isa": (_U64, (_U32, _POINTER, _POINTER, _U32)),
+    "tutti_read_lines": (_U64, (_POINTER, _POINTER, _U32)),
     "tutti_crc32c": (_U32, (_POINTER, _U64, _U32)),
     "tutti_crc32c_table": (_U32, (_POINTER, _U64, _U32)),
     "tutti_records_seal": (None, (_POINTER, _U64)),

@@ -30,6 +30,8 @@ TUTTI_API uint32_t tutti_abi_version(void);
 TUTTI_API uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses,
                                      const uint64_t* nbytes, uint32_t n);
 TUTTI_API uint32_t tutti_isa_best(void);
+// Reads a word of each line of 64 bytes of n segments, and returns their sum; for benchmarks.
+TUTTI_API uint64_t tutti_read_lines(const uint64_t* addresses, const uint64_t* nbytes, uint32_t n);
 
 // Key i is XXH3-128, as 16 big-endian bytes, of the fingerprint (16 bytes) and hash i. The n hashes
 // are consecutive and have `nbytes` each, 1 to kTuttiHashBytesMax.

@@ -321,6 +321,19 @@ uint64_t tutti_xxh3_64_isa(uint32_t isa, const uint64_t* addresses, const uint64
   return digest_with(isa <= best_isa() ? isa : static_cast<u32>(kTuttiIsaScalar), segment_at, n);
 }
 
+uint64_t tutti_read_lines(const uint64_t* addresses, const uint64_t* nbytes, uint32_t n) {
+  constexpr u32 kReadStreams = 16;  // with fewer it takes longer
+  u64 sum = 0;
+  for (u32 i = 0; i < n; ++i) {
+    const u64 step = nbytes[i] / kReadStreams;
+    const u8* p = reinterpret_cast<const u8*>(addresses[i]);
+    for (const u8* const end = p + step; p < end; p += kXxh3StripeBytes) {
+      for (u32 k = 0; k < kReadStreams; ++k) sum += tutti::xxh3_read64(p + k * step);
+    }
+  }
+  return sum;
+}
+
 void tutti_object_keys(const uint8_t* fingerprint, const uint8_t* hashes, uint64_t n,
                        uint64_t nbytes, uint8_t* keys) {
   u8 both[kTuttiKeyBytes + kTuttiHashBytesMax];

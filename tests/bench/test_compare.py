@@ -133,6 +133,7 @@ def test_python_makes_one_call_for_all_slices_of_a_timed_digest(
         return int(real.tutti_xxh3_64_isa(isa, where, sizes, count))
 
     library = SimpleNamespace(tutti_xxh3_64_isa=digest, tutti_isa_best=real.tutti_isa_best)
+    library.tutti_read_lines = real.tutti_read_lines
     stand_in = SimpleNamespace(lib=lambda: library, address=native.address)
     monkeypatch.setattr(cases, "native", stand_in)
     monkeypatch.setattr(cases, "HostBuffer", lambda nbytes: HostBuffer(nbytes // 1024))
