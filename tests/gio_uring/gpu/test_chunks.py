@@ -22,6 +22,7 @@ from tutti.gio_uring.gpu.host_engine import part_of
 from tutti.gio_uring.gpu.stream_queue import StreamQueue
 from tutti.gio_uring.gpu.verifier import Verification
 from tutti.gio_uring.iocb import Extents
+from tutti.placement.load_plan import PartRows
 from tutti.transfers import loader
 
 #: Staging in which a read of 24 pages goes in more than eight chunks.
@@ -129,10 +130,10 @@ def test_a_held_load_of_several_kinds_of_objects_gets_its_staging(
     """Two jobs take all of the staging, and are granted once all jobs are submitted."""
     none = np.zeros(0, np.int64)
     parts = [
-        loader._Rows(rows, none, verify=False, whole=False)
+        PartRows(rows, none, verify=False, whole=False)
         for rows in np.array_split(np.arange(24), kinds)
     ]
-    monkeypatch.setattr(loader, "_partition", lambda *_: (None, parts))
+    monkeypatch.setattr(loader, "partition", lambda *_: (None, parts))
     with rig_over_memory(staging_nbytes=320 << 10, verify="off", timeout_s=3.0) as rig:
         keys, contents = rig.stored(rng, 24)
         for tensor in (t for row in rig.tensors for t in row):
