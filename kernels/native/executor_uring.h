@@ -64,8 +64,9 @@ class UringLoop : public Executor {
     const size_t before = done->size();
     collect(done);
     if (done->size() != before) timeout_ns = 0;
-    if (timeout_ns != 0) timeout_ns = prepare_sleep(timeout_ns);
-    if (timeout_ns != 0 && dozes()) {
+    const bool will_doze = dozes(timeout_ns);
+    if (timeout_ns != 0) timeout_ns = prepare_sleep(timeout_ns, will_doze);
+    if (timeout_ns != 0 && will_doze) {
       doze(timeout_ns);
     } else if (timeout_ns != 0 || ring_.unsubmitted() != 0 || ring_.wants_enter()) {
       enter(timeout_ns);
@@ -118,7 +119,11 @@ class UringLoop : public Executor {
 
   // How the thread sleeps: without requests until signalled_ is set, which takes others less time.
   enum Sleep : u32 { kAwake, kInRing, kDozing };
-  bool dozes() const { return under_way_ == 0 && ring_.unsubmitted() == 0; }
+  // Not for short sleeps: the kernel may end a futex's wait later, by the timer slack (50 us).
+  static constexpr u64 kDozeNs = 1'000'000;
+  bool dozes(u64 timeout_ns) const {
+    return timeout_ns >= kDozeNs && under_way_ == 0 && ring_.unsubmitted() == 0;
+  }
   void doze(u64 timeout_ns) {
     const timespec limit = {static_cast<time_t>(timeout_ns / 1'000'000'000),
                             static_cast<long>(timeout_ns % 1'000'000'000)};
@@ -126,8 +131,8 @@ class UringLoop : public Executor {
   }
 
   // The time to sleep: 0 if wake() was called since the last sleep.
-  u64 prepare_sleep(u64 timeout_ns) {
-    if (!wake_armed_ && !dozes()) {
+  u64 prepare_sleep(u64 timeout_ns, bool will_doze) {
+    if (!wake_armed_ && !will_doze) {
       io_uring_sqe* sqe = ring_.next_sqe();
       if (sqe != nullptr) {
         sqe->opcode = IORING_OP_READ;
@@ -138,7 +143,7 @@ class UringLoop : public Executor {
         wake_armed_ = true;
       }
     }
-    sleep_.store(dozes() ? kDozing : kInRing, std::memory_order_seq_cst);  // pairs with wake()
+    sleep_.store(will_doze ? kDozing : kInRing, std::memory_order_seq_cst);  // pairs with wake()
     return signalled_.exchange(0, std::memory_order_seq_cst) != 0 ? 0 : timeout_ns;
   }
 
