@@ -87,6 +87,8 @@ def test_a_load_checks_its_pages(rng: np.random.Generator, profile: Linear | Non
         keys = put_some(store, rng, 4, 8)
         memory = store._resources.memories[0]
         content = [memory.read(page) for page in range(4)]
+        index, loads = store._core.index, 3
+        uses = index.uses + loads
         for dtype in (np.int64, np.uint32, np.uint8):
             pages = np.array([7, 4, 6, 5], dtype)  # in no order
             store.load(keys, pages).wait(10)
@@ -98,6 +100,7 @@ def test_a_load_checks_its_pages(rng: np.random.Generator, profile: Linear | Non
             store.load(keys, [4, 5, 6, 4])
         with pytest.raises(ConfigError, match="4 keys and 3 pages"):
             store.load(keys, [4, 5, 6])
+        assert index.uses == uses, "one use for each load, none for what was refused"
         assert store._core.wait_quiet(10)
         assert not store._core.index.pins.any()
         assert not store._engine._jobs

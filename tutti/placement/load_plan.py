@@ -155,6 +155,8 @@ class LoadPlanner:
             raise LookupError(-1 - runs)
         else:
             plan.refused = runs - _NOT_STARTED
+            if plan.refused == BAD_PAGES:
+                index.uses -= 1  # nothing was accessed
         return plan
 
     def answer(self, keys: bytes, *, verify: bool, job: int) -> LoadAnswer:
