@@ -361,7 +361,8 @@ class ObjectStore(Owned, Store):
     def _memory(self, memory: HostMemory | None) -> PagedMemory:
         known = self._resources.memories
         if memory is None and len(known) == 1:
-            return known[0].memory  # InFlight.begin checks whether the pool is open
+            with contextlib.suppress(IndexError):  # a close at the same time; the next line tells
+                return known[0].memory  # InFlight.begin checks whether the pool is open
         self._core.check_open()
         return self._chosen(memory, known).memory
 

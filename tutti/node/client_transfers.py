@@ -177,11 +177,11 @@ class ClientLoader:
         **order: Unpack[Order],
     ) -> LoadProgress:
         """See Loader; raises KeyMissing while the agent is away."""
+        state, progress = self._state, LoadProgress(len(keys), self._state.layers)
+        numbers = memory.check_pages(pages, once=state.config.verify != "off")
         session = self._kept.session
         if session is None:
             raise KeyMissing("the agent is not connected, so look-ups miss; compute the pages")
-        state, progress = self._state, LoadProgress(len(keys), self._state.layers)
-        numbers = memory.check_pages(pages, once=state.config.verify != "off")
         with state.lock:
             state.begin(memory)
         try:
