@@ -150,10 +150,17 @@ class StagingCopier:
         gpu, stream, marks = self._gpu, self._gpu.streams.current(), self._marks
         if marks is not None and not (self._enqueued > layer or self._over):
             marks.begin(layer, stream)  # while the caller waits here, the stream may run dry
-        with self._changed:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            in_time = self._changed.wait_for(lambda: self._enqueued > layer or self._over, left_s)
-            is_enqueued = self._enqueued > layer
+        try:
+            with self._changed:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                in_time = self._changed.wait_for(
+                    lambda: self._enqueued > layer or self._over, left_s
+                )
+                is_enqueued = self._enqueued > layer
+        except BaseException:  # interrupted: the mark gets its end, or its words stay in use
+            if marks is not None:
+                marks.around(layer, stream, lambda: None)
+            raise
 
         def wait() -> None:
             if is_enqueued:
