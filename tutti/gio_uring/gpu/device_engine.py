@@ -26,7 +26,7 @@ from tutti.base.arrays import U32, U64
 from tutti.base.callbacks import Guard
 from tutti.base.process import Owned
 from tutti.base.units import MiB
-from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, TuttiError, Unsupported
+from tutti.errors import ConfigError, DeviceTimeout, PoolClosed, Unsupported
 from tutti.gio_uring.controller import NativeController
 from tutti.gio_uring.gpu.device_batch import BatchRequest, Commands, DeviceBatch, Staged
 from tutti.gio_uring.gpu.device_code import Modules
@@ -295,7 +295,7 @@ class DeviceEngine(Owned):
                 if not job.done:
                     self._check_queues()
                     self._launch(job)
-        except TuttiError as error:
+        except Exception as error:  # the thread goes on with other jobs
             job.fail(error)
 
     def _launch(self, job: DeviceJob) -> None:

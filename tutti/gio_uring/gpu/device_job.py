@@ -170,10 +170,10 @@ class DeviceJob(Owned):
         self._on_released = None
         self._end(interrupted())
 
-    def fail(self, error: TuttiError) -> None:
+    def fail(self, error: Exception) -> None:
         """Fails a job whose kernels could not be enqueued."""
         _log.error("a transfer could not be put on the GPU's stream", exc_info=error)
-        self._end(error)
+        self._end(error if isinstance(error, TuttiError) else interrupted())
 
     def _end(self, error: TuttiError) -> None:
         self.finish(STATUS_CANCELLED, is_kept=self.is_begun, failure=error)
