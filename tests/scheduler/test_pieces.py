@@ -12,6 +12,7 @@ from tutti.bench.simulate.hardware import drive_names, machine
 from tutti.bench.slack.server import LayeredServer, Noise
 from tutti.bench.slack.workload import generate
 from tutti.errors import ConfigError
+from tutti.scheduler import room
 from tutti.scheduler.baselines import ImmediatePolicy
 from tutti.scheduler.event import (
     BatchJoined,
@@ -220,3 +221,30 @@ def test_whole_loads_take_no_turns(seed: int) -> None:
     """Bit for bit the same decisions, however many pieces may be under way."""
     one = simulated(Limits(pieces_max=1), seed)
     assert '"kind":"read_ahead"' in "".join(one) and one == simulated(Limits(pieces_max=9), seed)
+
+
+def test_a_piece_that_is_gone_as_it_arrives_lets_a_write_go() -> None:
+    """Reads and writes take turns, so the write waited for the piece in flight."""
+    scheduler = Scheduler(SlackPolicy(), Linear(interference=4.0))
+    assert reads(scheduler, piece("a", 10)) == ["a"]
+    write = WriteKnown(100 * MS, "w", pages=1, page_nbytes=4 * MB)
+    assert not scheduler.take(write).writes
+    assert scheduler.take(LoadGone(101 * MS, "a", layers=LAYERS)).writes
+
+
+def test_pieces_that_wait_for_their_turn_hide_no_prefill() -> None:
+    """Room is kept for the puts of the next eight prefills; a piece is not one."""
+
+    others = [piece(f"p{i}", 10 + i, 1) for i in range(12)]
+    load = LoadKnown(2, "l", 32, MB, 4096, 1024)
+    scheduler = Scheduler(SlackPolicy(), Linear())
+    scheduler.take(StepBegan(0, Phase.PREFILL, 32, 1024, 0))
+    scheduler.take(WriteKnown(0, "w", pages=32, page_nbytes=4 * MB))
+    for event in (*others, load):
+        scheduler.take(event)
+    state = scheduler.state
+    state.prefill_tokens = 1024
+    space = state.spaces[""]
+    expected = [pages for pages, _ in room._expected(state, space, 0)]
+    assert len(state.offered) > 8
+    assert any(expected[1:]), "the put of the prefill that has its load announced"

@@ -375,7 +375,8 @@ class Dispatcher(Owned):
             self._try("read", read.name, read, LoadGone(self.now_ns(), read.name))
         for write in decision.writes:
             self._try("write", write.name, write, WriteGone(self.now_ns(), write.name))
-        if decision.writes:  # a burst was issued; another may follow while it is in flight
+        # A burst was issued, and another may follow; or a piece, and the next may have its turn.
+        if decision.writes or (decision.reads and self._scheduler.state.offered):
             self.add(Tick(self.now_ns()))
 
     def _try(self, method: str, name: str, what: Any, failed: Event | None) -> None:

@@ -88,11 +88,12 @@ def load_gone(state: State, event: LoadGone) -> bool:
     if load is None:
         state.totals.ignored += 1
         return False
+    had_arrived = load.ready == load.layers
     if load.ready < event.layers <= load.issued:
         layers_ready(state, event)
     was_offered = load.offer is not None
     _forget_load(state, load)
-    return was_offered or (load.asked_ns > 0 and load.ready == load.layers and not state.unread)
+    return was_offered or (load.asked_ns > 0 and had_arrived and not state.unread)
 
 
 def _forget_load(state: State, load: Load) -> None:

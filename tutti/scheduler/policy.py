@@ -352,6 +352,14 @@ class SlackPolicy:
                 least_ns = spare_ns
         return least_ns, before_ns
 
+    def _is_alone(self, state: State, load: Load) -> bool:
+        """Whether no other transfer is under way or could be; the background does not count."""
+        if state.writes or state.reading.flying != load.issued - load.ready:
+            return False
+        left_nbytes = self._read_ahead - state.read_ahead_nbytes
+        others = (one for one in state.unread.values() if one is not load)
+        return all(one.unit_nbytes > left_nbytes for one in others)
+
     def _reads(
         self, state: State, free_ns: int = 0, needed_ns: float = math.inf
     ) -> tuple[Issue, ...]:
@@ -362,9 +370,9 @@ class SlackPolicy:
         factor = state.estimates.read.factor
         unissued, unread, only = state.unissued, state.unread, None
         has_one = len(unissued) + len(unread) <= 1  # nothing to compare
-        if has_one:
+        if has_one or len(unissued) == 1:
             only = next(iter((unissued or unread).values()), None)
-            if only is not None and only.blocks and _is_alone(state, only):
+            if only is not None and only.blocks and self._is_alone(state, only):
                 return (Issue(only.name, only.issued, only.layers - only.issued),)
         is_alone = len(state.loads) == 1 and not state.writes
         window_ns = float(self._idle_burst_ns if is_alone else self._window_ns)
@@ -462,11 +470,6 @@ class SlackPolicy:
         ):
             return None
         return Issue(load.name, load.issued, count)
-
-
-def _is_alone(state: State, load: Load) -> bool:
-    """Whether no other transfer waits or is under way; the background does not count."""
-    return not state.writes and state.reading.flying == load.issued - load.ready
 
 
 def step_end_ns(state: State) -> float:

@@ -77,7 +77,8 @@ def _expected(state: State, space: Space, largest: int) -> Iterator[tuple[int, f
         if step.phase is Phase.PREFILL:
             # No time: a step that loads is as long as writes make it.
             yield math.ceil(step.tokens * pages_per_token), before
-        for load in itertools.islice(state.loads.values(), _AHEAD_MAX):
+        known = (load for load in state.loads.values() if load.offer is None)
+        for load in itertools.islice(known, _AHEAD_MAX):
             if not (load.running or load.background):
                 before += load.layers * load.compute_ns * layer / space.page_ns
                 yield math.ceil(load.tokens * pages_per_token), before

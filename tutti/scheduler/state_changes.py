@@ -55,7 +55,7 @@ class Scheduler:
         self.policy = policy
         self.state = State(profile)
         limits = getattr(policy, "limits", None)
-        self._pieces_max: int = PIECES_MAX if limits is None else limits.pieces_max
+        self._pieces_max: int = getattr(limits, "pieces_max", PIECES_MAX)
         self._wake_ns: int | None = None  # of the last decision
 
     def take(self, event: Event) -> Decision:
