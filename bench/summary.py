@@ -8,9 +8,9 @@ next `<!-- end -->`:
 one.  It is marked as stale if the measured code has changed since, or as missing.
 `<!-- state: NAME -->`: only that state, for a link; of a figure as `figures/NAME`.
 `<!-- value: NAME PATH -->`: a number, or a median with its interval.  PATH is the keys of the
-result from the outermost, joined by "/"; in a list, the content of the entry, joined by ", ".  With
-`*` a key is a pattern, and of a list all such entries are meant: of several numbers the least and
-the largest are shown.  Its paragraph needs a state, too.
+result from the outermost, joined by "/"; in a list, the content of the entry, joined by ", ", or by
+"; " where it has a comma itself.  With `*` a key is a pattern, and of a list all such entries are
+meant: of several numbers the least and the largest are shown.  Its paragraph needs a state, too.
 `<!-- bar: NAME PATH at least NUMBER -->` or `at most`: whether a goal is reached
 (`goals.verdict`); of several numbers how often.
 `<!-- model: many drives -->`: tables of several results (`many_drives`).
@@ -145,7 +145,7 @@ def _numbers(result: Any, path: Sequence[str]) -> list[Any]:
         return [result]
     key, *rest = path
     if isinstance(result, list):
-        words = set(key.split(", "))
+        words = set(key.split("; " if "; " in key else ", "))
         texts = [(row, set(map(str, row.values()))) for row in result]
         under = [row for row, text in texts if key in text or words - {"*"} <= text]
         under = under if "*" in words else under[:1]

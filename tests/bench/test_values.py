@@ -17,13 +17,15 @@ def test_numbers_in_the_text_come_from_results(tmp_path: Path) -> None:
         {"call": "a", "on": "file", "us": 7.0},
         {"call": "load plan", "on": "file", "us": 1234.56},
         {"call": "load plan", "on": "drive", "us": 8.0},
+        {"call": "load plan, again", "on": "drive", "us": 6.0},
     ]
     result = {"rows": rows, "s": [3, 1]}
     (tmp_path / "agent.json").write_text(json.dumps(result))
     page = "<!-- value: agent {} -->9<!-- end --> us"
     paths = ("rows/load plan/us", "rows/a/us", "rows/load plan, drive/us", "s", "rows/*, file/us")
+    paths += ("rows/load plan, again; drive/us",)
     shown = [render(page.format(path), tmp_path).split("-->")[1].split("<")[0] for path in paths]
-    assert shown == ["1,230", "7.00", "8.00", "2.00", "7.00 to 1,230"]
+    assert shown == ["1,230", "7.00", "8.00", "2.00", "7.00 to 1,230", "6.00"]
     for path in ("rows/b/us", "rows/a, drive/us"):
         with pytest.raises(ConfigError, match=f"agent.json has no {path}"):
             render(page.format(path), tmp_path)
