@@ -34,7 +34,7 @@ PATHS_sglang := tests/sglang
 PATHS_sglang-server := tests/sglang
 JOBS_unit := 4
 JOBS_native := 2
-JOBS_crash := 2
+JOBS_crash := 4
 JOBS_nvme := 2
 JOBS_sglang := 2
 
