@@ -190,7 +190,11 @@ _QUICK: Prototypes = {
     "tutti_load_answer": (_I64, (_TABLES, _POINTER, _U64, _U32, _U32, _U64, _POINTER)),
     "tutti_put_answer": (_I64, (_POINTER, _POINTER, _POINTER)),
     "tutti_load_start": (_I64, (_TABLES, *[_POINTER] * 5)),
-    "tutti_put_start": (ctypes.c_int, (_POINTER, _POINTER, _POINTER)),
+    "tutti_put_pack": (
+        ctypes.c_int,
+        (_POINTER, _U64, _POINTER, _U32, _POINTER, _U32, _U64, _POINTER),
+    ),
+    "tutti_put_start": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER)),
     "tutti_put_end": (ctypes.c_int, (_POINTER, _U64, _POINTER)),
     "tutti_slot_job_start": (ctypes.c_int, (_POINTER, _POINTER, _U64, _POINTER)),
     **_FILL,

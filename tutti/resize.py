@@ -39,6 +39,7 @@ from tutti.gio_uring.file_creation import sync_folder
 from tutti.gio_uring.file_trust import resolve
 from tutti.medium.geometry import BLOCK_NBYTES, Geometry
 from tutti.medium.keys import as_keys
+from tutti.medium.slot_record import expiry_of
 from tutti.medium.superblock import choose_superblock
 from tutti.memory.host_memory import HostMemory
 from tutti.placement.eviction import reserve_slots
@@ -345,17 +346,15 @@ def _copy_batch(
     stored = 0
     for (tenant, expires_s), rows in by_owner.items():
         chosen = [infos[row] for row in rows]
-        request = PutRequest(
+        request = PutRequest.of(
             as_keys([info.key for info in chosen]),
             as_keys([info.parent for info in chosen]),
             np.array([info.depth for info in chosen], np.uint32),
             np.array(rows, np.uint32),
             memory.memory,
             tenant,
+            0 if expires_s is None else expiry_of(max(1, expires_s)),
         )
-        if expires_s is not None:
-            expiry = PutRequest.checked([], [], memory.memory, None, 0, max(1, expires_s))
-            request = request._replace(expiry_64s=expiry.expiry_64s)
         done = new.put_request(request).wait(_WAIT_S)
         if done.dropped:
             raise CapacityError(f"the new pool had no room for {done.dropped} objects; try again")

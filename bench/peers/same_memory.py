@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 @contextmanager
 def unverified(store: ObjectStore) -> Iterator[None]:
     """Meanwhile a store that verifies does not.  Nothing may be in flight at the two ends."""
-    core, puts = store._core, store._writer._quick._data
+    core, puts = store._core, store._writer._quick._put.data
     config, digest = core.config, puts.digest
     core.config, puts.digest = replace(config, verify="off"), DIGEST_NONE
     try:

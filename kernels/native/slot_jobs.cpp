@@ -105,29 +105,44 @@ struct PutWords {
   uint64_t* records;
 };
 
+// Columns of the packed keys of a put; see tutti_put_pack.
+struct Packed {
+  Packed(const uint8_t* packed, uint64_t n)
+      : parents(packed),
+        keys(packed + kTuttiKeyBytes * n),
+        depths(reinterpret_cast<const uint32_t*>(packed + 2 * kTuttiKeyBytes * n)),
+        pages(depths + n) {}
+
+  const uint8_t* parents;
+  const uint8_t* keys;
+  const uint32_t* depths;
+  const uint32_t* pages;
+};
+
 // Fills the numeric fields of the records, and the configuration of their job.
-int prepare_records(const tutti_put& put, const PutWords& at, gio::JobConfig* out) {
-  const uint64_t n = put.n;
+int prepare_records(const tutti_put& put, const tutti_put_batch& batch, const Packed& packed,
+                    const PutWords& at, gio::JobConfig* out) {
+  const uint64_t n = batch.n;
   const uint64_t member = static_cast<uint64_t>(at.slots[0]) / put.member_slots;
   for (uint64_t i = 0; i < n; ++i) {
     const auto set = [&](TuttiColumn column, uint64_t value) {
       at.columns[column * n + i] = value;
     };
     set(kTuttiSlot, static_cast<uint64_t>(at.slots[i]) - member * put.member_slots);
-    set(kTuttiSequence, put.sequence + i);
+    set(kTuttiSequence, batch.sequence + i);
     set(kTuttiTenant, 0);
-    set(kTuttiDepth, put.depths[i]);
-    set(kTuttiAccess, put.access_64s);
+    set(kTuttiDepth, packed.depths[i]);
+    set(kTuttiAccess, batch.access_64s);
     set(kTuttiFlags, has_digests(put) ? 1 : 0);
     set(kTuttiExpiry, 0);
-    at.pages[i] = static_cast<uint32_t>(put.first_page + i);
+    at.pages[i] = static_cast<uint32_t>(batch.first_page + i);
   }
-  Records records = {put.staging,
+  Records records = {put.staging + batch.first_page * kTuttiRecordBytes,
                      n,
                      *put.identity,
                      at.columns,
-                     put.keys,
-                     put.parents,
+                     packed.keys,
+                     packed.parents,
                      has_digests(put) ? at.digests : nullptr};
   records.identity.member = static_cast<uint32_t>(member);
   std::memcpy(at.records, &records, sizeof records);
@@ -145,21 +160,30 @@ int tutti_slot_job_start(const tutti_slot_job* job, const int64_t* slots, uint64
   return result < 0 ? result : gio_engine_submit(job->engine, &config, job->job);
 }
 
-int tutti_put_start(tutti_put* put, uint64_t* words, const uint8_t* arrays) {
-  const uint64_t n = put->n;
-  put->parents = arrays;
-  put->keys = arrays + kTuttiKeyBytes * n;
-  put->depths = reinterpret_cast<const uint32_t*>(arrays + 2 * kTuttiKeyBytes * n);
-  put->data.pages = put->depths + n;
+int tutti_put_pack(const uint8_t* keys, uint64_t n, const uint8_t* parent, uint32_t depth,
+                   const uint8_t* pages, uint32_t page_bytes, uint64_t most, uint8_t* out) {
+  if (n == 0) return 0;
+  std::memset(out, 0, kTuttiKeyBytes);
+  if (parent != nullptr) std::memcpy(out, parent, kTuttiKeyBytes);
+  std::memcpy(out + kTuttiKeyBytes, keys, (n - 1) * kTuttiKeyBytes);
+  std::memcpy(out + kTuttiKeyBytes * n, keys, n * kTuttiKeyBytes);
+  auto* depths = reinterpret_cast<uint32_t*>(out + 2 * kTuttiKeyBytes * n);
+  for (uint64_t i = 0; i < n; ++i) depths[i] = depth + static_cast<uint32_t>(i);
+  return gio_copy_pages(pages, page_bytes, n, most, depths + n) < 0 ? -ERANGE : 0;
+}
+
+int tutti_put_start(const tutti_put* put, const tutti_put_batch* batch, const uint8_t* packed,
+                    uint64_t* words) {
+  const uint64_t n = batch->n;
+  const Packed of(packed, n);
   const PutWords at(*put, words, n);
   const tutti_put_tables& tables = put->tables;
-  const auto uses = static_cast<uint32_t>(put->uses);
+  const auto uses = static_cast<uint32_t>(batch->uses);
   auto* rows = reinterpret_cast<int64_t*>(at.columns);
   if (n == 0 || tables.allocator->free_slots < n) return 0;
-  if (tutti_index_absent(tables.index, put->keys, n, uses, rows) < static_cast<int64_t>(n))
-    return 0;
-  const tutti_placement placement = {put->keys,     put->parents, put->depths,      n,
-                                     put->sequence, uses,         has_digests(*put)};
+  if (tutti_index_absent(tables.index, of.keys, n, uses, rows) < static_cast<int64_t>(n)) return 0;
+  const tutti_placement placement = {of.keys,         of.parents, of.depths,        n,
+                                     batch->sequence, uses,       has_digests(*put)};
   if (tutti_put_place(&tables, &placement, at.columns) < 0) return -EINVAL;
   std::memcpy(at.slots, at.columns, 2 * n * sizeof *words);  // slots and sequence numbers
   const auto late = static_cast<int>(at.columns[5 * n + 2]);
@@ -169,12 +193,18 @@ int tutti_put_start(tutti_put* put, uint64_t* words, const uint8_t* arrays) {
   };
   *at.is_chained = put->records.memory != nullptr && std::all_of(at.slots, at.slots + n, of_first);
   tutti_slot_job data = put->data;
+  data.memory = batch->memory;
+  data.descriptors_max = static_cast<uint32_t>(batch->descriptors_max);
+  data.pages = of.pages;
   data.digests = has_digests(*put) ? at.digests : nullptr;
+  data.job = batch->job;
+  data.tag = batch->tag;
+  data.held = static_cast<uint32_t>(batch->held);
   gio::JobConfig config;
   gio::JobConfig then;
   int result = prepare(data, at.slots, n, at.status, at.runs, &config);
   if (result == 0 && *at.is_chained != 0) {
-    result = prepare_records(*put, at, &then);
+    result = prepare_records(*put, *batch, of, at, &then);
     config.then = reinterpret_cast<uint64_t>(&then);
     config.before_then = reinterpret_cast<uint64_t>(&fill_records);
     config.context = reinterpret_cast<uint64_t>(at.records);

@@ -67,26 +67,39 @@ TUTTI_API int64_t tutti_load_start(const tutti_load_tables* tables, const tutti_
                                    const uint8_t* keys, const uint8_t* pages,
                                    const tutti_load* load, uint64_t* plan);
 
-// The common fields of a pool's puts, and the fields of one; mirrored by tutti/pool/slot_jobs.py.
+// The common fields of a pool's puts; mirrored by tutti/pool/slot_jobs.py.
 struct tutti_put {
   tutti_put_tables tables;
   tutti_digests* cache;
   tutti_slot_job data;
   tutti_slot_job records;                 // memory 0: the caller writes them
   const tutti_record_identity* identity;  // of any member
+  uint8_t* staging;                       // of records
   uint64_t member_slots;
   uint64_t layers;
-  // Per put:
-  const uint8_t* keys;
-  const uint8_t* parents;
-  const uint32_t* depths;
-  uint64_t n;
-  uint64_t sequence;
+};
+
+// A put, as words that tutti/transfers/quick_put.py fills.
+struct tutti_put_batch {
+  uint64_t n;         // keys
+  uint64_t sequence;  // of the first
   uint64_t uses;
   uint64_t access_64s;
-  uint8_t* staging;     // of n records
   uint64_t first_page;  // of the staging
+  const gio::Iocb* memory;
+  uint64_t descriptors_max;  // of a command
+  gio::Job** job;            // out
+  uint64_t tag;
+  uint64_t held;
 };
+static_assert(sizeof(tutti_put_batch) == 10 * sizeof(uint64_t), "layout shared with Python");
+
+// Packs a chain of n keys, which follow `parent` (0: none) and of which the first has this depth,
+// with a page of `page_bytes` bytes for each: parents, keys, depths u32 and pages u32, one after
+// another, 40 bytes per key. -ERANGE for a page that is not below `most`.
+TUTTI_API int tutti_put_pack(const uint8_t* keys, uint64_t n, const uint8_t* parent, uint32_t depth,
+                             const uint8_t* pages, uint32_t page_bytes, uint64_t most,
+                             uint8_t* out);
 
 // Starts a put of keys that are all absent and for which there is room: takes slots, updates index
 // and history, and submits the data job, followed by the records' job if all slots are on one
@@ -94,9 +107,10 @@ struct tutti_put {
 // other put; or an error of gio_engine_submit, with the slots taken. words: slots i64[n], sequence
 // numbers u64[n], digests u64[n][layers], n / 2 + 1 words with the status u32[n] of the data, as
 // many with that of the records, whether the records follow the data, and scratch; in all 24 words,
-// layers + 11 per key, and 3 per command of its slot and of its record. arrays: parents, keys,
-// depths and pages, one after another: the put's fields of these names; kept until the release.
-TUTTI_API int tutti_put_start(tutti_put* put, uint64_t* words, const uint8_t* arrays);
+// layers + 11 per key, and 3 per command of its slot and of its record. packed: by tutti_put_pack.
+// Both are kept until the release.
+TUTTI_API int tutti_put_start(const tutti_put* put, const tutti_put_batch* batch,
+                              const uint8_t* packed, uint64_t* words);
 
 // Called after the job's release. If data and records were written, moves the slots to ready,
 // caches the digests, and returns 0; otherwise changes nothing and returns 1.

@@ -48,4 +48,4 @@ def puts(read: Read, staging: Staging, most: int) -> Iterator[PutRequest]:
             np.ascontiguousarray(heads[name][rows]) for name in ("parent", "depth", "digests")
         )
         of = staging.memory, tenant, expiry, digests
-        yield PutRequest(read.keys[rows], parents, depths, read.pages[rows], *of)
+        yield PutRequest.of(read.keys[rows], parents, depths, read.pages[rows], *of)

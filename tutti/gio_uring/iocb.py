@@ -22,7 +22,7 @@ from tutti.gio_uring.nvme_spec import PAGE_NBYTES
 from tutti.native import address, members
 
 SEGMENTS_MAX = 4
-_COPIED = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.int32), UINT32  # by native code
+_COPIED = UINT32, np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.int32)  # by native code
 
 #: ``gio::Run``: one command per layer.
 RUN_DTYPE = np.dtype(

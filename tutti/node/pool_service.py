@@ -254,8 +254,8 @@ class ClientSession:
         core, keys = self._core, keys_of(message.keys)
         planned = PlannedMemory(core.geometry)
         pages, memory = planned.of_rows(len(keys))
-        request = PutRequest.chain(keys, pages, memory, message.parent or None, message.depth)
-        request = request._replace(tenant=message.tenant, expiry_64s=message.expiry_64s)
+        own = message.depth, message.tenant, message.expiry_64s
+        request = PutRequest.chain(keys, pages, memory, message.parent or None, *own)
         self.service.store.catalogue.expiry.watch(message.expiry_64s > 0)
         progress = PutProgress(len(keys), core.guard, core.store_latency)
         with core.admitted(core.config.timeout_s):

@@ -37,8 +37,7 @@ class PutStruct(ctypes.Structure):
         ("tables", NativePutTables),
         ("cache", ctypes.c_uint64),
         *members(SlotJobStruct, "data records"),
-        *members(ctypes.c_uint64, "identity member_slots layers keys parents depths n"),
-        *members(ctypes.c_uint64, "sequence uses access_64s staging first_page"),
+        *members(ctypes.c_uint64, "identity staging member_slots layers"),
     )
 
 

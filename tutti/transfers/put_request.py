@@ -12,61 +12,116 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti.base.arrays import U32, U64, UINT8, Keys, Rows, Slots
+from tutti.base.arrays import U32, U64, UINT8, UINT32, Keys, Rows, Slots
 from tutti.base.checks import whole
 from tutti.errors import CapacityError
-from tutti.gio_uring.iocb import PagedMemory
+from tutti.gio_uring.iocb import PagedMemory, as_pages
 from tutti.gio_uring.job import Job
 from tutti.medium.keys import KEY_NBYTES, as_keys, check_key
 from tutti.medium.slot_record import expiry_of, tenant_of
+from tutti.native import quick
 from tutti.placement.allocator import PlacedChain
 from tutti.placement.index import MISSING, Index
 from tutti.transfers.put_limits import Limit
 from tutti.transfers.tickets import Outcome, PutProgress
 
 DEPTH_MAX = 2**32 - 1  # of a record
-_DEPTHS: U32 = np.arange(4096, dtype=np.uint32)  # of most chains: a slice is faster than arange
+_ROW_NBYTES = 2 * KEY_NBYTES + 8  # a key, its predecessor, depth and page
 
 
-class PutRequest(NamedTuple):
+class PutRequest:
     """Keys (n, 16) to store, their predecessors (n, 16), depths (n,) and pages (n,).
 
-    Zeros stand for no predecessor.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix
-    time in units of 64 s from which the objects are removed, 0 for never.  digests: of the slices
-    (n, layers), if they are known; then nothing is hashed.
+    Zeros stand for no predecessor.  packed: all of these, as native code takes them; bytes, because
+    an array and its address take longer to make.  has_start: whether a key is the first of its
+    chain.  tenant: number of the namespace, 0 for none.  expiry_64s: Unix time in units of 64 s
+    from which the objects are removed, 0 for never.  digests: of the slices (n, layers), if they
+    are known; then nothing is hashed.
     """
 
-    keys: Keys
-    parents: Keys
-    depths: U32
-    pages: U32
-    memory: PagedMemory
-    tenant: int = 0
-    expiry_64s: int = 0
-    digests: U64 | None = None
+    __slots__ = ("digests", "expiry_64s", "has_start", "memory", "n", "packed", "tenant")
+
+    def __init__(
+        self,
+        packed: bytes,
+        has_start: bool,
+        memory: PagedMemory,
+        tenant: int = 0,
+        expiry_64s: int = 0,
+        digests: U64 | None = None,
+    ) -> None:
+        self.packed, self.n, self.has_start = packed, len(packed) // _ROW_NBYTES, has_start
+        self.memory, self.tenant, self.expiry_64s = memory, tenant, expiry_64s
+        self.digests = digests
+
+    @property
+    def keys(self) -> Keys:
+        """See the class."""
+        return np.frombuffer(self.packed, UINT8, *self._column(16, 16)).reshape(-1, KEY_NBYTES)
+
+    @property
+    def parents(self) -> Keys:
+        """See the class."""
+        return np.frombuffer(self.packed, UINT8, *self._column(16, 0)).reshape(-1, KEY_NBYTES)
+
+    @property
+    def depths(self) -> U32:
+        """See the class."""
+        return np.frombuffer(self.packed, UINT32, *self._column(1, 32))
+
+    @property
+    def pages(self) -> U32:
+        """See the class."""
+        return np.frombuffer(self.packed, UINT32, *self._column(1, 36))
+
+    def _column(self, items: int, start: int) -> tuple[int, int]:
+        return items * self.n, start * self.n
+
+    @classmethod
+    def of(
+        cls,
+        keys: Keys,
+        parents: Keys,
+        depths: U32,
+        pages: U32,
+        memory: PagedMemory,
+        tenant: int = 0,
+        expiry_64s: int = 0,
+        digests: U64 | None = None,
+    ) -> PutRequest:
+        """Keys of any chains, by their columns."""
+        columns = (parents, keys, depths, pages)
+        packed = b"".join([column.tobytes() for column in columns])
+        assert len(packed) == len(keys) * _ROW_NBYTES, "two keys and two 32-bit numbers per page"
+        has_start = bool(np.count_nonzero(depths) < depths.size)
+        return cls(packed, has_start, memory, tenant, expiry_64s, digests)
 
     @classmethod
     def chain(
-        cls, keys: Keys, pages: U32, memory: PagedMemory, parent: bytes | None, depth: int
+        cls,
+        keys: Keys,
+        pages: npt.ArrayLike,
+        memory: PagedMemory,
+        parent: bytes | None,
+        depth: int,
+        tenant: int = 0,
+        expiry_64s: int = 0,
     ) -> PutRequest:
         """Keys that follow one another, the first behind ``parent``; a page for each.
 
-        Raises KeySizeError and ConfigError for what ObjectStore.put does not take.
+        Raises KeySizeError, PageRangeError and ConfigError for what ObjectStore.put does not take.
         """
-        n = pages.size
+        n = len(keys)
+        numbers = as_pages(pages, n)
         if parent is not None:
             check_key("parent", parent)
         if type(depth) is not int or not 0 <= depth <= DEPTH_MAX - n:
             depth = whole("depth", depth, 0, DEPTH_MAX - max(0, n - 1))
-        # A copy, as records are written later: each key lies behind its predecessor.
-        chain = np.zeros((n + 1, KEY_NBYTES), UINT8)
-        if parent is not None:
-            chain[0] = np.frombuffer(parent, np.uint8)
-        own, end = chain[1:], depth + n
-        own[...] = keys
-        is_near = end <= _DEPTHS.size
-        depths = _DEPTHS[depth:end] if is_near else np.arange(depth, end, dtype=np.uint32)
-        return cls(own, chain[:-1], depths, pages, memory)
+        packed = bytes(n * _ROW_NBYTES)
+        its = numbers.tobytes(), numbers.itemsize, memory.pages
+        if quick().tutti_put_pack(keys.tobytes(), n, parent, depth, *its, packed) < 0:
+            memory.check_pages(numbers)  # says which page
+        return cls(packed, depth == 0 and n > 0, memory, tenant, expiry_64s)
 
     @classmethod
     def checked(
@@ -82,28 +137,30 @@ class PutRequest(NamedTuple):
         """As `chain`, for unchecked values.  Raises KeySizeError, PageRangeError, ConfigError."""
         expiry = 0 if ttl_s is None else expiry_of(ttl_s)
         tenant = tenant_of(namespace) if type(namespace) is not str or namespace else 0
-        array = as_keys(keys)
-        request = cls.chain(array, memory.check_pages(pages, n=len(array)), memory, parent, depth)
-        return request._replace(tenant=tenant, expiry_64s=expiry) if expiry or tenant else request
+        return cls.chain(as_keys(keys), pages, memory, parent, depth, tenant, expiry)
 
     def take(self, rows: Rows) -> PutRequest:
         """The same for some rows (m,), ascending."""
-        if rows.size == len(self.keys):
+        if rows.size == self.n:
             return self
-        digests = None if self.digests is None else self.digests[rows]
         own = self.keys[rows], self.parents[rows], self.depths[rows], self.pages[rows]
-        return PutRequest(*own, self.memory, self.tenant, self.expiry_64s, digests)
+        digests = None if self.digests is None else self.digests[rows]
+        return PutRequest.of(*own, self.memory, self.tenant, self.expiry_64s, digests)
 
     @staticmethod
     def merge(requests: Sequence[PutRequest]) -> PutRequest:
         """Requests of one kind (see PutPart.kind), one after another."""
         digests = [request.digests for request in requests if request.digests is not None]
-        return requests[0]._replace(
-            keys=np.concatenate([request.keys for request in requests]),
-            parents=np.concatenate([request.parents for request in requests]),
-            depths=np.concatenate([request.depths for request in requests]),
-            pages=np.concatenate([request.pages for request in requests]),
-            digests=np.concatenate(digests) if digests else None,
+        first = requests[0]
+        return PutRequest.of(
+            np.concatenate([request.keys for request in requests]),
+            np.concatenate([request.parents for request in requests]),
+            np.concatenate([request.depths for request in requests]),
+            np.concatenate([request.pages for request in requests]),
+            first.memory,
+            first.tenant,
+            first.expiry_64s,
+            np.concatenate(digests) if digests else None,
         )
 
 
@@ -312,7 +369,7 @@ class PutTogether:
         if len(parts) > 1:
             self.grant = None
             self.request = PutRequest.merge([part.request.take(part.rows) for part in parts])
-        elif first.rows.size != first.request.pages.size:
+        elif first.rows.size != first.request.n:
             self.request = first.request.take(first.rows)
 
     def tell(self, rows: Rows, outcome: Outcome, status: int | U32 = 0) -> None:
@@ -363,7 +420,7 @@ class PutTogether:
     def add_slots(self, slots: Slots) -> None:
         """Adds slots in which pages were placed."""
         for part in self._parts:
-            if slots.size < len(part.request.keys):
+            if slots.size < part.request.n:
                 part.progress.slots.append(slots.copy())
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Callable
+from ctypes import addressof
 from functools import partial
 
 import numpy as np
@@ -14,9 +15,7 @@ import numpy as np
 from tutti.base.arrays import U32, U64, Slots
 from tutti.gio_uring.engine import DIGEST_COMPUTE, PRIORITY_STORE
 from tutti.gio_uring.job import Job, nanoseconds
-from tutti.gio_uring.nvme_spec import OPCODE_WRITE, PSDT_PRP
-from tutti.medium.geometry import RECORD_NBYTES
-from tutti.medium.keys import KEY_NBYTES
+from tutti.gio_uring.nvme_spec import OPCODE_WRITE
 from tutti.medium.slot_record import COUNTER_MAX
 from tutti.native import address, quick
 from tutti.placement.index import SlotState
@@ -73,22 +72,23 @@ class QuickPuts:
     def __init__(self, core: Core, table: RecordTable, blocks: int) -> None:
         self._core, self._table = core, table
         self._superblocks: object = None
-        self._staging = table.staging_address
         self._put = put = PutStruct(
             tables=core.placer.tables,
-            cache=ctypes.addressof(core.digests.native),
+            cache=addressof(core.digests.native),
             data=core.slot_jobs.common,
             records=table.writes,
+            staging=table.staging_address,
             member_slots=core.geometry.slots,
             layers=core.layers,
         )
-        self._data = put.data
         put.data.opcode, put.data.priority = OPCODE_WRITE, PRIORITY_STORE
         put.data.digest = DIGEST_COMPUTE if core.config.verify != "off" else 0
         put.records.timeout_ns = nanoseconds(core.config.timeout_s)
         if core.config.durability == "flush":
             put.records.memory = 0  # a flush comes before the records
         self._handle = ctypes.byref(put)
+        self._start = quick().tutti_put_start  # to find it takes a microsecond
+        self._batch = (ctypes.c_uint64 * 10)()  # `struct tutti_put_batch`
         commands = put.data.slot_runs_max + put.records.slot_runs_max
         words, layers = core.layers + 11 + 3 * commands, core.layers
         n = 24 + table.block_records * words  # no memory before it is used
@@ -105,49 +105,40 @@ class QuickPuts:
         released; None where it is of another kind, and nothing changed.  block: of the table, which
         stays the caller's where nothing was started.  Raises as Engine.submit.
         """
-        core, put = self._core, self._put
-        n, memory = request.pages.size, request.memory
+        core, engine = self._core, self._core.engine
+        n, memory, packed = request.n, request.memory, request.packed
         if request.tenant or request.expiry_64s or memory.path is not None:
             return None
         if request.digests is not None or not core.is_unlimited or core.sequence + n > COUNTER_MAX:
             return None
-        arrays = request.parents.tobytes() + request.keys.tobytes()
-        arrays += request.depths.tobytes() + request.pages.tobytes()
-        assert len(arrays) == n * (2 * KEY_NBYTES + 8), "two keys and two 32-bit numbers per page"
-        started = self._puts[block]
+        started, held = self._puts[block], 0 if grant is None else 1 + grant.layers
         started.n = n
-        keep = (started.words, arrays, memory)
-        job = core.engine.open_job(NO_STATUS, keep, partial(ended, started))
+        keep = (started.words, packed, memory)
+        job = engine.open_job(NO_STATUS, keep, partial(ended, started))
         try:
-            data = self._data
-            data.memory = ctypes.addressof(memory.iocb)
-            if core.engine.psdt == PSDT_PRP:  # with SGLs all memory is alike
-                data.descriptors_max = core.engine.descriptors_of(memory)
-            data.job, data.tag = ctypes.addressof(job.native), job.tag
-            data.held = 0 if grant is None else 1 + grant.layers
-            put.n, put.sequence = n, core.sequence
-            put.uses, put.access_64s = core.index.uses, core.now_64s()
-            put.first_page = block * self._table.block_records
-            put.staging = self._staging + put.first_page * RECORD_NBYTES
             if core.members.superblocks is not self._superblocks:
                 self._look()
-            result = quick().tutti_put_start(self._handle, started.place, arrays)
+            its = addressof(memory.iocb), engine.descriptors_of(memory), addressof(job.native)
+            first_page = block * self._table.block_records
+            numbers = n, core.sequence, core.index.uses, core.now_64s(), first_page
+            self._batch[:] = [*numbers, *its, job.tag, held]
+            result = self._start(self._handle, self._batch, packed, started.place)
         except BaseException:
-            core.engine.forget_job(job)
+            engine.forget_job(job)
             raise
         if result > 0:
             core.sequence += n
             core.history.regretted += result - 1
             if grant is not None:  # a job that is never granted ends by its deadline
-                core.guard.call("the grant of a put's layers", grant.begin, job, data.held - 1)
+                core.guard.call("the grant of a put's layers", grant.begin, job, held - 1)
             return started
-        core.engine.forget_job(job)
+        engine.forget_job(job)
         if result < 0:
             assert result != -errno.EINVAL, "a free slot is in use"
             core.index.remove(started.slots, SlotState.VOIDED)
             core.allocator.free(started.slots)
             core.counters.store_errors += n
-            core.engine.check_started(None, result)
+            engine.check_started(None, result)
         return None
 
     def end(self, started: QuickPut) -> bool:
@@ -158,5 +149,5 @@ class QuickPuts:
         """Takes the identity for records, which changes with the superblocks."""
         members = self._core.members
         self._identity = members.identity(members.present[0])  # keeps its memory alive
-        self._put.identity = ctypes.addressof(self._identity.struct)
+        self._put.identity = addressof(self._identity.struct)
         self._superblocks = members.superblocks

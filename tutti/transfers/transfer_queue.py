@@ -97,7 +97,7 @@ class TransferQueue(Owned):
 
         A put of more pages than may wait starts at once, as dropping it would free nothing.
         """
-        core, dispatcher, n = self._core, self.dispatcher, request.pages.size
+        core, dispatcher, n = self._core, self.dispatcher, request.n
         now = FIRST_ROWS[:n] if n <= FIRST_ROWS.size else np.arange(n, dtype=np.int64)
         with core.lock:
             if not core.ready:

@@ -99,13 +99,13 @@ class Writer:
                 if core.closing or core.failure is not None or self._reclaimer.faults.paused:
                     core.check_open()
                     self._reclaimer.faults.end_pauses()
-                if 0 in together.request.depths.tolist():
+                if together.request.has_start:
                     # Not for appended pages: these must not be newer than the start of their chain.
                     core.index.begin_use()
                 request, rows, quick = together.request, parts[0].rows, None
-                n = request.pages.size
+                n = request.n
                 is_whole = request is parts[0].request or all(
-                    part.rows.size == len(part.request.keys) for part in parts
+                    part.rows.size == part.request.n for part in parts
                 )
                 block = self._table.take() if is_whole and n <= BLOCK_RECORDS_MIN else None
                 if block is not None:
@@ -118,7 +118,7 @@ class Writer:
                 if quick is not None:
                     core.expect(1)  # decoding puts page after page
                     return None
-                new = self._absent(together, np.arange(len(together.request.keys)))
+                new = self._absent(together, np.arange(together.request.n))
                 grant = self._granted(together, new.size)
             self._put_rows(together, new, grant)
         except BaseException as error:
@@ -162,7 +162,7 @@ class Writer:
         core.moved_elsewhere(OPCODE_WRITE, int(np.count_nonzero(status == 0)))
         keys, rows = chain.keys, chain.rows
         # Which pages these are, and of which memory, only the other process knows.
-        request = PutRequest(keys, chain.parents, chain.depths, chain.depths, _NOWHERE)
+        request = PutRequest.of(keys, chain.parents, chain.depths, chain.depths, _NOWHERE)
         progress = PutProgress(len(keys), core.guard, core.store_latency, put.begun_s)
         progress.on_done(over)
         every = np.arange(len(keys), dtype=np.int64)
