@@ -59,7 +59,7 @@ void ServiceThread::loop() {
     const u64 clock_ns = controller_->clock_ns(now);
     accept();
     if (issue(now, clock_ns)) sq_ring<WordDoorbell>(qp_);
-    const bool busy = !finished_.empty() || !to_digest_.empty() || helps_ || !is_attended_;
+    const bool busy = !finished_.empty() || !to_digest_.empty() || shares_ || !is_attended_;
     const u64 idle_ns = active_.empty() ? kIdleNs : kTickNs;
     controller_->service(busy ? 0 : blocked_.empty() ? idle_ns : mover_ns_);
     help();
@@ -74,6 +74,7 @@ void ServiceThread::loop() {
     if (!is_attended_.exchange(true)) run_attention();  // pairs with attend
     reap(controller_->clock_ns(now));
     run_blocked(now);
+    if (shares_ && !helps_ && finished_.empty()) shares_ = hash_piece();
     if (now >= next_check_ns_) {
       check_deadlines(now);
       stats_[kCpu] = thread_cpu_ns();

@@ -132,6 +132,7 @@ class ServiceThread {
   void digest_command(Part* part, const Completed& completed);
   void hash(const DigestTask& task);
   void help();
+  bool hash_piece();
   bool may_issue(const Part& part) const;
   bool is_granted(const Part& part) const;
   void list_granted();
@@ -164,6 +165,7 @@ class ServiceThread {
   std::vector<Finished> finished_;
   std::vector<Finished> to_digest_;  // issued in this turn
   bool helps_ = false;               // to hash what it offered to workers: it is urgent
+  bool shares_ = false;              // to hash it when it would sleep: some of it may wait
   std::list<Part> parts_;
   Part::Turns ready_[kPriorities];  // have commands to issue
   Part::Turns blocked_;             // have some, once their mover allows

@@ -13,7 +13,6 @@ namespace gio {
 namespace {
 
 constexpr u64 kResetSlackNs = 400'000'000;  // a sleeping thread wakes more often than that
-constexpr u32 kUrgentTasks = 64;            // that may wait, beside two tasks for each worker
 
 // Sets a status unless it is set: the first error of a page, or of a job, is kept.
 void set_once(u32* word, u32 status) {
@@ -75,7 +74,7 @@ Engine::Engine(const EngineConfig& config)
                                                        at<ServiceThreadConfig>(config.threads)[i],
                                                        config.list_nbytes, config.window_nbytes));
   }
-  tasks_.reserve(2 * config.digest_workers + kUrgentTasks);
+  tasks_.reserve(kWaitingTasks * n_threads_);
   try {
     for (u32 i = 0; i < config.digest_workers; ++i) {
       workers_.emplace_back([this, i] { work(&worker_cpu_ns_[i]); });

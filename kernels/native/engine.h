@@ -3,7 +3,7 @@
 //
 // Each drive has a service thread, with a queue pair and a window of its own.  A job is shared by
 // the service threads whose drives have a part of it.  Digests are computed by a small pool of
-// workers, and by the service thread when none of them is free or when a layer is urgent.
+// workers, and by the service thread when it has nothing else to do or when a layer is urgent.
 #pragma once
 
 #include <algorithm>
@@ -249,7 +249,7 @@ class Engine {
 
   // Called by service threads and workers.
   void digest(const DigestTask& task);
-  bool offer(const DigestTask& task, bool is_urgent);  // false: no worker is free
+  bool offer(const DigestTask& task);  // false: too many wait
   DigestTask take();
   bool has_workers() const { return !workers_.empty(); }
   bool is_hashing_on(int processor) const;
@@ -279,6 +279,7 @@ class Engine {
   int wait(std::condition_variable* changed, u64 timeout_ns, Ready ready);
 
   static constexpr u32 kConsumers = 8;
+  static constexpr u32 kWaitingTasks = 64;  // per service thread: its whole window may end at once
 
   const u32 n_threads_;
   std::vector<Route> routes_;

@@ -1,5 +1,5 @@
-// Computes digests of slices: in workers, and in the service thread if no worker is free or if a
-// layer is urgent, so that progress never depends on a worker.
+// Computes digests of slices: in workers, and in the service thread if it has nothing else to do,
+// a layer is urgent or too many wait, so that progress never depends on a worker.
 #include <sched.h>
 
 #include <algorithm>
@@ -55,10 +55,11 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
   const bool is_alone = is_urgent && finished_.size() == 1 && nbytes < kAloneNbytes;
   if (nbytes < kOffloadNbytes) {
     engine_->digest(task);
-  } else if (is_alone || !engine_->offer(task, is_urgent)) {
+  } else if (is_alone || !engine_->offer(task)) {
     hash(task);
-  } else if (is_urgent) {
-    helps_ = true;
+  } else {
+    shares_ = true;
+    helps_ = helps_ || is_urgent;
   }
 }
 
@@ -66,13 +67,19 @@ void ServiceThread::digest_command(Part* part, const Completed& completed) {
 // comes before it: layers are ready in their order.
 void ServiceThread::help() {
   for (u32 n = 0; helps_ && n < kHelpPieces; ++n) {  // bounded: other threads may offer more
-    std::unique_lock<std::mutex> lock(engine_->tasks_mutex_);
-    if (engine_->tasks_.empty()) break;
-    const DigestTask task = engine_->take();
-    lock.unlock();
-    hash(task);
+    if (!hash_piece()) break;
   }
   helps_ = false;
+}
+
+// Hashes a piece that no worker has begun; false if there is none.
+bool ServiceThread::hash_piece() {
+  std::unique_lock<std::mutex> lock(engine_->tasks_mutex_);
+  if (engine_->tasks_.empty()) return false;
+  const DigestTask task = engine_->take();
+  lock.unlock();
+  hash(task);
+  return true;
 }
 
 // Hashes in a service thread, which takes long.  Another service thread that hashes on the same
@@ -125,13 +132,12 @@ void Engine::digest_slice(Job* job, u32 layer, u32 page_index) {
   }
 }
 
-// Gives a task to the workers; false if all of them have enough tasks.  What is urgent is not left
-// to them alone, so there may be more of it.
-bool Engine::offer(const DigestTask& task, bool is_urgent) {
+// Gives a task to the workers; false if so many wait already.
+bool Engine::offer(const DigestTask& task) {
   if (workers_.empty()) return false;
   {
     std::lock_guard<std::mutex> lock(tasks_mutex_);
-    if (tasks_.size() >= (is_urgent ? tasks_.capacity() : 2 * workers_.size())) return false;
+    if (tasks_.size() == tasks_.capacity()) return false;
     tasks_.push_back(task);
   }
   task_came_.notify_one();
