@@ -3,14 +3,15 @@
 Jobs without data give the cost of a command.  Copies give the rate of verified and unverified
 loads, four in flight: with one drive, with two drives of one service thread each, and with one
 drive and a digest worker.  Loads that copy nothing give the cost of digests alone, over as much
-memory and over two slices that stay in the caches.  As controls, threads without an engine, pinned
-to one processor each, start together and make the same native calls; two share the memory of one,
-as service threads do.  The rate of two over that of one shows what a second processor gains on this
-machine, in wall time and in CPU time; it is no limit where an engine gains more.  As the control of
-the worker, one thread copies and hands each command's bytes to another one, which digests them, or
-none of them.  So it shows what digests on one processor cost copies on the other, but not what it
-costs to hand over.  The calls of a work are made forwards and then backwards, so that their times
-have the same middle, whatever else the machine does.
+memory and over two slices that stay in the caches.  No load is started by the main thread, as in
+`bench short`: its calls are made by another thread, and wait while service threads hash on all
+processors.  As controls, threads without an engine, pinned to one processor each, start together
+and make the same native calls; two share the memory of one, as service threads do.  Two over one is
+what a second processor gains on this machine, in wall time and in CPU time; it is no limit where an
+engine gains more.  As the control of the worker, one thread copies and hands each command's bytes
+to another one, which digests them, or none of them.  That is what digests on one processor cost
+copies on the other, but not the cost of handing over.  The calls of a work are made forwards and
+then backwards, so that their times have the same middle, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from tutti.base.arrays import U64
+from tutti.base.interrupts import uninterrupted
 from tutti.base.terminal import ProgressFactory
 from tutti.base.units import KiB, MiB, format_nbytes
 from tutti.bench.controller_memory import MemoryController
@@ -113,6 +115,7 @@ class _Rig:
             self.cpu_s: list[float] = []
             self.close = undo.pop_all().close
 
+    @uninterrupted()  # on a thread, as in a server
     def seconds(self, opcode: int, digests: U64 | None = None, jobs: int = 1) -> float:
         """Seconds a job, from the first submission to the last end of jobs in flight together.
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 
 from tutti import cli
+from tutti.base.interrupts import is_main_thread
 from tutti.base.units import KiB, MiB
 from tutti.bench import threads
 from tutti.commands.bench import report_of
+from tutti.gio_uring.job import Job
 
 
 def test_verified_loads_are_shown_beside_their_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "_COMMAND_PAGES", 64)
+    submit, on_main = threads._Rig._submit, set[bool]()
+
+    def watched(rig: threads._Rig, *args: Any) -> Job:
+        on_main.add(is_main_thread())
+        return submit(rig, *args)
+
+    monkeypatch.setattr(threads._Rig, "_submit", watched)
     assert cli.main(["bench", "threads", "--json", "--rounds", "3"]) == 0
+    assert on_main == {False}, "as in a server"
     result = json.loads(capsys.readouterr().out)
     bound = result["bound"]
     assert bound["behind_over_alone"]["median"] > 0 < bound["copies_gb_per_s"]["median"]
