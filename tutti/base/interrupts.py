@@ -50,9 +50,13 @@ class Latch:
     def set(self) -> None:
         """Wakes all waiters, now and later."""
         self._is_set = True
-        while self._waiting:  # bounded: no more come
-            with contextlib.suppress(IndexError):
-                self._waiting.pop().release()
+        waiting = self._waiting
+        while waiting:  # bounded: no more come
+            try:
+                lock = waiting.pop()
+            except IndexError:  # it timed out
+                break
+            lock.release()
 
     def wait(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
         """Waits until it is set.  False after the timeout."""

@@ -404,9 +404,11 @@ class LoadProgress(Latch):
         if self._latency is not None:
             self._latency.observe_since(self._begun_s)
         while self._callbacks:  # bounded: callbacks that come from now on call themselves
-            with suppress(IndexError):
+            try:
                 callback = self._callbacks.pop(0)
-                self._guard.call("a callback of a load", callback)
+            except IndexError:  # it calls itself
+                break
+            self._guard.call("a callback of a load", callback)
 
     def cancel(self, timeout_s: float) -> None:
         """Stops the jobs of a load that could not be started in full.
