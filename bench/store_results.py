@@ -5,7 +5,7 @@
 Each result has a command; they run one after the other, so use a machine with no other work. A
 result replaces the old one only if its command succeeded in time and measured everything. Otherwise
 the old result stays, and the reason is printed and added to the manifest `store-run.json`, which is
-updated after each step.
+updated after each step. A run of some results (`--only`) does not write it.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def run(
     for left in sorted(file for folder in places.folders for file in Path(folder).glob("*.tutti")):
         log(f"{left} is there: a step whose pool has this name will not be measured")
     manifest = {"benchmark": MANIFEST, "steps": steps, "machine": machine}
-    _save(manifest, places.out)  # the old one would not match the new results
+    if only is None:
+        _save(manifest, places.out)  # the old one would not match the new results
     end_s = time.monotonic() + limit_s
     for step in STEPS:
         if only is None or step.name in only:
@@ -183,7 +184,8 @@ def run(
             outcome = _measure(step, places, commit, end_s - begin_s)
             facts = {"name": step.name, "outcome": outcome, "commit": commit}
             steps.append({**facts, "seconds": time.monotonic() - begin_s})
-            _save(manifest, places.out)
+            if only is None:
+                _save(manifest, places.out)
             log(f"{step.name}: {outcome}")
     return manifest
 

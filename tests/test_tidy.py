@@ -23,7 +23,7 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 RESULT_NBYTES_MAX = 2 << 20
 # Lines of Python and C++ that are shipped. Raise it in the change that needs it, and say why there.
-CODE_LINES_MAX = 81_668
+CODE_LINES_MAX = 81_670
 
 # Longer than the limits, by "path" or "path:function", with the reason. May only shrink.
 SIZE_EXCEPTIONS: dict[str, str] = {}

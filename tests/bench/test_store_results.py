@@ -162,6 +162,19 @@ def test_a_run_that_is_cut_off_leaves_the_manifest_of_its_steps(
     assert (done["outcome"], done["commit"]) == ("measured", COMMIT)
 
 
+def test_a_run_of_some_results_leaves_the_manifest_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    manifest = tmp_path / "store-run.json"
+    manifest.write_text("of the whole run")
+    step = Result("step", program.format("{{}}"), 60)
+    monkeypatch.setattr(store_results, "STEPS", (step, Result("other", "module", 60)))
+    (done,) = store_results.run(Places(["."], tmp_path), only=["step"])["steps"]
+    assert (done["name"], done["outcome"]) == ("step", "measured")
+    assert manifest.read_text() == "of the whole run"
+    assert json.loads((tmp_path / "step.json").read_text())
+
+
 def test_the_page_names_the_results_that_were_measured_again_after_the_run() -> None:
     root = Path(__file__).parents[2]
     results, page = root / "bench/results", (root / "docs/results.md").read_text()
