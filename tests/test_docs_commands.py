@@ -105,8 +105,6 @@ def needs(command: str) -> str | None:
 
 def local(command: str, folder: Path) -> list[str]:
     """The words of a command, with its files in ``folder``, and with less to do."""
-    inner = re.fullmatch(r'eval "\$\((.*)\)"', command)
-    command = inner[1] if inner else command
     more = next((words for start, words in SMALL.items() if command.startswith(start)), "")
     words = [word for word in shlex.split(f"{command} {more}") if word != "..."][1:]
     words = [re.sub(r"^/(mnt|run|dev)\b", f"{folder}/\\1", word) for word in words]
