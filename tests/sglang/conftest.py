@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,10 +106,6 @@ def real_manager(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of multi-head attention; made in another process, which imports transformers."""
-    return make_model(tmp_path_factory.mktemp("model"), "mha")
+    from sglang_server import make_model
 
-
-def make_model(folder: Path, kind: str = "mha") -> Path:
-    command = [sys.executable, str(HERE / "tiny_model.py"), str(folder), "0", kind]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"))

@@ -314,6 +314,16 @@ def _nursery() -> _Nursery:
     return _Nursery()
 
 
+def make_model(folder: Path, kind: str = "mha") -> Path:
+    """Returns the folder, with a tiny model; made in another process, which imports transformers.
+
+    kind: of its attention, mha or mla.
+    """
+    command = [sys.executable, str(HERE / "tiny_model.py"), str(folder), "0", kind]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from conftest import make_model
 from server_modes import Mode, again, both_modes, near, prompts
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from sglang_server import Server
+from sglang_server import Server, make_model
 
 import tutti
 from tutti import cli

@@ -6,10 +6,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-from conftest import make_model
 from medium_damage import flip_objects, pool_files
 from server_modes import HICACHE, LINKER, Mode, again, both_modes, near, prompts, right_or_503
-from sglang_server import Server
+from sglang_server import Server, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

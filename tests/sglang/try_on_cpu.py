@@ -11,9 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import make_model
 from server_modes import Mode, prompts
-from sglang_server import Reply, Server
+from sglang_server import Reply, Server, make_model
 
 
 def ask(server: Server, mode: Mode, prompt: list[int], when: str) -> tuple[Reply, int]:
